@@ -74,7 +74,7 @@ class Protocol:
 
     body: type[Fields]
     read: Callable[[Any, Service], GenerationRequest]
-    reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
+    reply: Callable[[list[Delta], Generation, Service], dict[str, Any]]
     stream: Callable[[Generation, Service], Events]
 
     @classmethod
@@ -249,8 +249,11 @@ def _generate(
         if generation.request.stream:
             return EventStream(generation, protocol, service, limits)
         try:
-            reply = await _unless_gone(request.receive, protocol.reply(generation, service))
-            return JSONResponse(reply)
+            deltas = await _unless_gone(request.receive, generation.whole())
+            # A thread: log-probabilities of a long reply take seconds.
+            return await asyncio.to_thread(
+                lambda: JSONResponse(protocol.reply(deltas, generation, service))
+            )
         finally:
             generation.close()
             _log(service, request.url.path, generation)

@@ -10,6 +10,12 @@ import pytest
 from mlx_moeflux.server import app
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.json_guard import check_values
+from mlx_moeflux.server.protocols import (
+    anthropic_messages,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from tests.server.conftest import MESSAGES, served, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -116,3 +122,32 @@ def test_a_text_to_tokenize_is_bounded(server):
     assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
     status, reply = server.ask("/tokenize", {"content": "word " * 9_000})
     assert (status, len(reply["tokens"]) > 9_000) == (200, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "name"),
+    [
+        ("/v1/chat/completions", openai_chat, "usage"),
+        ("/v1/completions", openai_completions, "usage"),
+        ("/v1/responses", openai_responses.Stream, "body"),
+        ("/v1/messages", anthropic_messages, "_usage"),
+    ],
+)
+def test_a_whole_reply_is_written_beside_the_event_loop(server, monkeypatch, path, module, name):
+    """Its log-probabilities may take seconds."""
+    original, threads, loops = getattr(module, name), [], []
+    submit = server.service.engine.submit
+
+    def noted(*arguments):
+        threads.append(threading.current_thread())
+        return original(*arguments)
+
+    def submitted(jobs):
+        loops.append(threading.current_thread())
+        submit(jobs)
+
+    monkeypatch.setattr(module, name, noted)
+    monkeypatch.setattr(server.service.engine, "submit", submitted)
+    assert server.ask(path, PATHS[path])[0] == 200
+    assert threads
+    assert not {*threads} & {*loops}

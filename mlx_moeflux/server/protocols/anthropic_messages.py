@@ -343,9 +343,9 @@ def _message(service: Service, generation: Generation) -> dict[str, Any]:
     }
 
 
-async def reply(generation: Generation, service: Service) -> dict[str, Any]:
+def reply(deltas: list[Delta], generation: Generation, service: Service) -> dict[str, Any]:
     """Return the body of the whole reply."""
-    (delta,) = await generation.whole()
+    (delta,) = deltas
     content: list[dict[str, Any]] = []
     if delta.reasoning:
         content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})

@@ -268,10 +268,10 @@ def _head(service: Service, kind: str) -> dict[str, Any]:
     }
 
 
-async def reply(generation: Generation, service: Service) -> dict[str, Any]:
+def reply(deltas: list[Delta], generation: Generation, service: Service) -> dict[str, Any]:
     """Return the body of the whole reply."""
     choices = []
-    for i, delta in enumerate(await generation.whole()):
+    for i, delta in enumerate(deltas):
         choice = {"index": i, "message": _message_of(delta), "finish_reason": delta.finish}
         found = logprobs(service, delta) if generation.request.logprobs is not None else None
         choices.append({**choice, "logprobs": found})

@@ -83,12 +83,12 @@ def _choice(i: int, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, 
     return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
 
 
-async def reply(generation: Generation, service: Service) -> dict[str, Any]:
+def reply(deltas: list[Delta], generation: Generation, service: Service) -> dict[str, Any]:
     """Return the body of the whole reply."""
     wanted = generation.request.logprobs is not None
     choices = [
         _choice(i, delta, _Logprobs(service).of(delta) if wanted else None)
-        for i, delta in enumerate(await generation.whole())
+        for i, delta in enumerate(deltas)
     ]
     return {**_head(service), "choices": choices, "usage": usage(generation)}
 

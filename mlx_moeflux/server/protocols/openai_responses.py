@@ -485,10 +485,9 @@ class Stream:
         return before + self._add(item)
 
 
-async def reply(generation: Generation, service: Service) -> dict[str, Any]:
+def reply(deltas: list[Delta], generation: Generation, service: Service) -> dict[str, Any]:
     """Return the body of the whole reply."""
-    response = Stream(generation, service)
-    (delta,) = await generation.whole()
+    (delta,), response = deltas, Stream(generation, service)
     response.add(0, delta)
     response.end()
     return response.body("incomplete" if delta.finish == LENGTH else "completed")
