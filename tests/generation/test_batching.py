@@ -14,8 +14,9 @@ from mlx_moeflux.cache import IndexedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
 from mlx_moeflux.generation import batch
-from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill, Request
+from mlx_moeflux.generation.batch import Batch, BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
+from mlx_moeflux.generation.prefill import PaddedPrefill, Prefill, Request, make_prefill
 from mlx_moeflux.generation.sampling import make_logits_processors
 from tests.models_at_hand import KINDS, VOCABULARY, by_default, model_of, same_bits
 
@@ -295,8 +296,8 @@ def test_prompts_with_states_to_store_are_not_padded(model, monkeypatch):
             for i in range(2)
         ]
         with monkeypatch.context() as patched:
-            patched.setattr(batch.mx, "default_device", lambda: mx.gpu)
-            return type(batch.make_prefill(model, sequences))
+            patched.setattr(mx, "default_device", lambda: mx.gpu)
+            return type(make_prefill(model, sequences))
 
     assert (kind(), kind(2)) == (PaddedPrefill, Prefill)
 

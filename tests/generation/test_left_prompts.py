@@ -9,8 +9,9 @@ import pytest
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.generation import batch
-from mlx_moeflux.generation.batch import BatchGenerator, PaddedPrefill, Prefill
+from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
+from mlx_moeflux.generation.prefill import PaddedPrefill, Prefill
 from tests.models_at_hand import KINDS, VOCABULARY, by_default, model_of, same_bits
 
 CHUNK = 16
