@@ -124,7 +124,7 @@ def test_64k_positions_keep_to_their_arithmetic(monkeypatch):
         mx.eval(cache.keys, cache.values)
     assert cache.nbytes == S * (512 + 64) * 2
     assert (cache.capacity, cache.size()) == (S, S)
-    latent, key_rope, length = cache.buffer()
+    (latent, key_rope), length = cache.buffers(), cache.columns
     T = 2
     q = mx.random.normal((1, H, T, R), key=mx.random.key(T)).astype(mx.bfloat16) * 0.01
     q_rope = mx.random.normal((1, H, T, Dr), key=mx.random.key(9)).astype(mx.bfloat16)
