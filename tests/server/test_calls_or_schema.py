@@ -147,6 +147,7 @@ def test_what_cannot_be_enforced_names_its_field(tiny):
         assert refused.value.param == param
 
 
+@pytest.mark.slow
 def test_an_agent_calls_and_then_answers(tiny):
     """Through the server: the model would say either, and both are masked as they should be."""
     call = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'

@@ -165,7 +165,9 @@ def test_any_object_is_an_object(server):
     ("stream", "choice", "names"),
     [
         (True, "required", {"look", "go"}),
-        (False, {"type": "function", "function": {"name": "go"}}, {"go"}),
+        pytest.param(
+            False, {"type": "function", "function": {"name": "go"}}, {"go"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_required_call_comes_with_valid_arguments(server, stream, choice, names):

@@ -116,7 +116,7 @@ def test_only_launches_differ_from_apples_back_end():
     assert MetalDevice.checks_first_use
 
 
-@by_default("qwen3-tiny", "qwen3.5-tiny streamed")
+@by_default("qwen3.5-tiny streamed")
 def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
     directory, options, operations = run
     with (
@@ -158,7 +158,7 @@ def logits_of(model):
     return y
 
 
-@by_default("deepseek-tiny", "gpt-oss-tiny")
+@by_default("deepseek-tiny")
 @pytest.mark.usefixtures("uncompiled")
 def test_checked_kernels_say_what_references_say(run, tmp_path):
     directory, options, _ = run

@@ -109,7 +109,9 @@ def test_the_last_mixer_injects_nothing(size):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("bits", "dtype"), [(0, mx.bfloat16), (4, mx.float32)])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [pytest.param(0, mx.bfloat16, marks=pytest.mark.slow), (4, mx.float32)]
+)
 def test_matrices_in_one_are_as_if_apart(bits, dtype):
     sizes = (2, 3, 96, 32, (bits, bits, 4), 32)
     apart, options = arguments(sizes, dtype)
@@ -120,7 +122,16 @@ def test_matrices_in_one_are_as_if_apart(bits, dtype):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("size", "dtype"), [(0, mx.float32), (3, mx.float16), (4, mx.bfloat16)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (0, mx.float32),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((3, mx.float16), (4, mx.bfloat16))
+        ),
+    ],
+)
 def test_a_row_has_the_same_bits_beside_any_others(size, dtype):
     (x, *matrices), options = arguments((7, *SIZES[size][1:]), dtype)
     together = read_streams_fused(x, *matrices, **options)
@@ -134,7 +145,9 @@ def test_a_row_has_the_same_bits_beside_any_others(size, dtype):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("floats", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "floats", [pytest.param(mx.float16, marks=pytest.mark.slow), mx.bfloat16], ids=str
+)
 def test_a_norm_of_any_floats(floats):
     check(read_streams_fused, *arguments(SIZES[2], mx.float16, floats=floats))
 
