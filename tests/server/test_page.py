@@ -637,11 +637,17 @@ class TestInChromium:
         ("changed", "words"),
         [
             ({"origin": "http://evil.example"}, "pages of 'http://evil.example' may not use"),
-            ({"origin": "null"}, "pages of 'null' may not use this server; --allowed-origins"),
-            ({"host": "chat.example:8080"}, "not called 'chat.example'; --allowed-host names it."),
+            (
+                {"origin": "null"},
+                "pages of 'null' may not use this server; start it with --allowed-origins",
+            ),
+            (
+                {"host": "chat.example:8080"},
+                "not called 'chat.example'; start it with --allowed-host and this name.",
+            ),
             (
                 {"host": "10.0.0.7"},
-                "not called '10.0.0.7'; --allowed-host names it.",
+                "not called '10.0.0.7'; start it with --allowed-host and this name.",
             ),
         ],
     )
@@ -674,7 +680,7 @@ class TestInChromium:
         with served(*tiny, limits=with_limits(hosts=frozenset({"127.0.0.1"}))) as server:
             tab = chromium.tab()
             tab.open(f"http://localhost:{server.port}")
-            assert "--allowed-host names it" in tab.texts("body")[0]
+            assert "start it with --allowed-host" in tab.texts("body")[0]
 
     @pytest.mark.parametrize("blocked", ["app.js", "markdown.js", "purify.es.mjs"])
     def test_a_page_without_its_scripts_says_so(self, chromium, server, blocked):
@@ -878,8 +884,10 @@ class TestInChromium:
         ("choice", "sent"),
         [("auto", None), ("on", {"enable_thinking": True}), ("off", {"enable_thinking": False})],
     )
-    def test_thinking_is_asked_for_or_not(self, at_page, tmp_path, choice, sent):
-        user, _, _ = at_page("one")
+    def test_thinking_is_asked_for_or_not(self, tiny, monkeypatch, at_page, tmp_path, choice, sent):
+        switch = "{% if enable_thinking is false %}# briefly\n{% endif %}"
+        monkeypatch.setattr(tiny[1], "chat_template", switch + TEMPLATE)
+        user, script, _ = at_page("one")
         tab = user.tab
         tab.run(
             "(() => { const original = window.fetch; window.bodies = [];"
@@ -894,6 +902,7 @@ class TestInChromium:
         tab.press("Escape")
         user.ask("Who?")
         assert json.loads(tab.run("bodies[0]")).get("chat_template_kwargs") == sent
+        assert ("# briefly" in script.prompts[0]) == (choice == "off")
         # A new conversation, a reload and an import take it over.
         tab.press("O", modifiers=2 | 8)
         assert tab.run("document.querySelector('#thinking').value") == choice
