@@ -35,7 +35,7 @@ class GroupedNorm(Module):
 
 
 class GatedResidual(Module):
-    """What stands around a mixer or MLP, see the module. injects: False at the end of the model."""
+    """Mix the streams into one input, see the module. injects: False at the end of the model."""
 
     reads: ClassVar[Mapping[str, type]] = {"hc_norm": GroupedNorm}
 

@@ -1,4 +1,4 @@
-"""What a mixer or MLP reads of S residual streams, and by what factors its output is added to them.
+"""Mix S residual streams into the input of a mixer or MLP, and compute its injection factors.
 
     n = rms_norm of each stream of x, times norm
     read = mean over streams of sigmoid(up silu(down n / S)) n
@@ -146,7 +146,7 @@ def read_streams_fused(
     call = _checked(x, weights, up, norm, eps, streams)
     first, second = _launches(call, most_threads())
     arrays = [array for matrix in weights for array in arrays_of(matrix)]
-    arrays *= 2 if call.joined else 1  # w lies behind down
+    arrays *= 2 if call.joined else 1  # one array: the rows of down, then those of w
     low, *factors = _DOWN[len(call.outs) > 1](x, norm, *arrays, **first)
     read = _UP(low, x, norm, *arrays_of(up), **second)[0]
     return read, factors[0] if factors else None
