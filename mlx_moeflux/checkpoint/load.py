@@ -141,15 +141,17 @@ def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
         else memoryview(b"")
         for array in arrays
     ]
-    _fill(list(zip(tensors, views, strict=True)), readers)
+    with _Files() as files:
+        _fill(list(zip(tensors, views, strict=True)), files, readers)
     return arrays
 
 
 def _load_cuda(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
     """Load arrays that the GPU allocates; MLX reads the file in the calling thread."""
-    file = _VirtualFile(tensors, readers)
-    # Any object with a file's methods will do.
-    arrays = mx.load(file, format="safetensors")  # pyright: ignore[reportArgumentType]
+    with _Files() as files:
+        file = _VirtualFile(tensors, files, readers)
+        # Any object with a file's methods will do.
+        arrays = mx.load(file, format="safetensors")  # pyright: ignore[reportArgumentType]
     if file.error is not None:
         raise file.error
     assert isinstance(arrays, dict)
@@ -164,8 +166,8 @@ class _VirtualFile:
 
     closed = False
 
-    def __init__(self, tensors: list[Any], readers: ThreadPoolExecutor):
-        self._tensors, self._readers = tensors, readers
+    def __init__(self, tensors: list[Any], files: _Files, readers: ThreadPoolExecutor):
+        self._tensors, self._files, self._readers = tensors, files, readers
         self.error: Exception | None = None
         entries, end = {}, 0
         for i, tensor in enumerate(tensors):
@@ -199,31 +201,33 @@ class _VirtualFile:
         elif view.nbytes and self.error is None:
             tensor = self._tensors[bisect_right(self._starts, start) - 1]
             try:
-                _fill([(tensor, view)], self._readers)
+                _fill([(tensor, view)], self._files, self._readers)
             except Exception as error:  # noqa: BLE001 (raised again where MLX has returned)
                 # Frames of the traceback hold views of memory that MLX frees.
                 self.error = error.with_traceback(None)
         return view.nbytes
 
 
-def _fill(pieces: list[tuple[Any, memoryview]], readers: ThreadPoolExecutor) -> None:
+def _fill(pieces: list[tuple[Any, memoryview]], files: _Files, readers: ThreadPoolExecutor) -> None:
     """Read each tensor into its view, a writable one of exactly its bytes."""
     plain: list[tuple[TensorRef, memoryview]] = []
     jobs: list[Future] = []
-    with _Files() as files:
-        try:
-            for tensor, view in pieces:
-                for ref, part in _parts(tensor, view):
-                    if isinstance(ref, TensorRef):
-                        plain.append((ref, part))
-                    else:
-                        jobs.append(readers.submit(ref.read_into, part))
-            # One thread makes the reads of one group.
-            for reads in in_groups(_reads(plain), READ_BYTES):
-                jobs.append(readers.submit(files.read, reads))
-        finally:
-            # Also if the readers take no more: no file is closed under a read.
-            _finish(jobs)
+    try:
+        for tensor, view in pieces:
+            for ref, part in _parts(tensor, view):
+                if isinstance(ref, TensorRef):
+                    plain.append((ref, part))
+                else:
+                    jobs.append(readers.submit(ref.read_into, part))
+        # One thread makes the reads of one group; this one, if nothing is left for others.
+        groups = list(in_groups(_reads(plain), READ_BYTES))
+        if len(groups) == 1 and not jobs:
+            files.read(groups[0])
+        else:
+            jobs += [readers.submit(files.read, reads) for reads in groups]
+    finally:
+        # Also if the readers take no more: no file is closed under a read.
+        _finish(jobs)
     _finish(
         [
             readers.submit(_take_checksums, tensor, view, e, step)

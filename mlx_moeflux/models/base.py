@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_moeflux.cache import ENTRIES, BaseCache, SequenceState, StateSpec, check_positions
 from mlx_moeflux.cache.kv import KV_BITS, quantized
@@ -42,6 +41,15 @@ from mlx_moeflux.state_arrays import EntrySpec
 
 # Tokens per mixer call; bounds the memory of attention scores and convolution windows.
 PREFILL_CHUNK = 2048
+
+
+def _blocks_in(part: Any) -> Iterator[SparseMoeBlock]:
+    """Yield the MoE blocks inside a module, or a list or dict of modules."""
+    if isinstance(part, SparseMoeBlock):
+        yield part
+    elif isinstance(part, Mapping | list | tuple):
+        for child in part.values() if isinstance(part, Mapping) else part:
+            yield from _blocks_in(child)
 
 
 class StreamingModel(Module):
@@ -427,9 +435,7 @@ class StreamingModel(Module):
 
     def moe_blocks(self) -> dict[int, SparseMoeBlock]:
         """Return MoE layer id -> block, also of layers and blocks that others wrap."""
-        inside = ((i, m.modules()) for i, m in enumerate(self.layers) if isinstance(m, nn.Module))
-        found = ((i, m) for i, modules in inside for m in modules if isinstance(m, SparseMoeBlock))
-        return dict(found)
+        return {i: block for i, layer in enumerate(self.layers) for block in _blocks_in(layer)}
 
     @contextmanager
     def record(

@@ -97,7 +97,7 @@ def fill_trunk(
     """
     trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
     parameters = dict(tree_flatten(model.parameters()))
-    loaded = load_all(trunk.values())
+    loaded, written = load_all(trunk.values()), []
     for (name, ref), array in zip(trunk.items(), loaded, strict=True):
         expected = tuple(parameters[name].shape)
         if name in transforms:
@@ -106,10 +106,12 @@ def fill_trunk(
             raise _wrong_shape(ref, array.shape, expected)
         if ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
             array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
+        if _is_never_zeros(name, array):
+            written.append((ref, array.any()))
         mx.eval(array)
-        _check_written(name, ref, array)
         module, _, leaf = name.rpartition(".")
         _module_at(model, module)[leaf] = array
+    _check_written(written)
     model.eval()
 
 
@@ -121,16 +123,22 @@ def _dtypes(parameter: mx.Dtype) -> tuple[str, ...]:
     return ("U8",) if parameter == mx.uint8 else FLOATS
 
 
-def _check_written(name: str, ref: TensorRef, array: mx.array) -> None:
-    """Raise CheckpointError if a norm or scales in floats are zeros, which no model has: space was
-    reserved for the file, or it was cut off and filled up. Scales in bytes are zeros where NVFP4
-    stores a matrix of zeros."""
-    kept = name.endswith(("norm.weight", ".scales")) and array.dtype != mx.uint8
-    if kept and not array.any().item():
-        raise CheckpointError(
-            f"{ref.file} has zeros as '{ref.name}'; it was not written completely: copy, download "
-            "or convert it again."
-        )
+def _is_never_zeros(name: str, array: mx.array) -> bool:
+    """Whether no model has zeros alone there: norms, and scales in floats. Scales in bytes are
+    zeros where NVFP4 stores a matrix of zeros."""
+    return name.endswith(("norm.weight", ".scales")) and array.dtype != mx.uint8
+
+
+def _check_written(written: list[tuple[TensorRef, mx.array]]) -> None:
+    """Raise CheckpointError for a tensor without any value but zero: space was reserved for the
+    file, or it was cut off and filled up. A GPU is asked once for all of them."""
+    mx.eval([any_value for _, any_value in written])
+    for ref, any_value in written:
+        if not any_value.item():
+            raise CheckpointError(
+                f"{ref.file} has zeros as '{ref.name}'; it was not written completely: copy, "
+                "download or convert it again."
+            )
 
 
 def _module_at(model: nn.Module, path: str):

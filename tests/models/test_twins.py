@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.loading import load_model
-from tests.models.twins import CASES, GOLDEN, LIMIT, relative_error, smallest_memory
+from tests.models.twins import CASES, GOLDEN, limit, relative_error, smallest_memory
 
 # One of each family that streams with another mixer or router.
 STREAMED = ("deepseek_v3_groups", "glm4_moe_norms", "gpt_oss_sinks", "minimax_m2_norms")
@@ -33,14 +33,14 @@ def test_logits_are_those_of_transformers(case, memory, apart):
     tokens, logits = golden["tokens"], golden["logits"]
     budget = "auto" if memory == "resident" else smallest_memory(GOLDEN / case)
     with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
-        assert relative_error(model(tokens), logits) <= LIMIT
+        assert relative_error(model(tokens), logits) <= limit(case)
         T = tokens.shape[1]
         cuts = list(range(T + 1)) if apart else [0, 1, 2, 9, 16, T]
         cache = model.make_cache()
         parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
-        assert relative_error(mx.concatenate(parts, axis=1), logits) <= LIMIT
+        assert relative_error(mx.concatenate(parts, axis=1), logits) <= limit(case)
         last = model(tokens, last_only=True)
-        assert relative_error(last, logits[:, -1:]) <= LIMIT
+        assert relative_error(last, logits[:, -1:]) <= limit(case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,7 +54,7 @@ def test_left_padding_is_that_of_transformers(case):
         logits = model(golden["padded_tokens"], merged)
         for b, padding in enumerate(golden["left_padding"].tolist()):
             expected = golden["padded_logits"][b, padding:]
-            assert relative_error(logits[b, padding:], expected) <= LIMIT
+            assert relative_error(logits[b, padding:], expected) <= limit(case)
 
 
 def by_dtype(case, usual, other):

@@ -21,7 +21,7 @@ from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import MemoryBudgetError
 from mlx_moeflux.loading import load_model
 from tests.kernels.harness import on_the_cpu, require_gpu
-from tests.models.twins import CASES, GOLDEN, LIMIT, relative_error
+from tests.models.twins import CASES, GOLDEN, LIMIT, limit, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +87,7 @@ def test_logits_are_those_of_transformers(case, kernels, memory):
     golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
     options = {"expert_memory": budget(memory, GOLDEN / case), "kernels": kernels}
     for logits in answers(GOLDEN / case, golden["tokens"], dtype=mx.float32, **options):
-        assert relative_error(logits, golden["logits"]) <= LIMIT
+        assert relative_error(logits, golden["logits"]) <= limit(case)
 
 
 @pytest.mark.parametrize("case", CASES)
