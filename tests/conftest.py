@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -61,14 +62,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """On the CPU: a GPU would compile for minutes what lays out the cases."""
+    """On the CPU: a GPU would compile for minutes what lays out the cases. The garbage collector
+    passes over thousands of tests from then on: each of its rounds takes a second with them."""
     import mlx.core as mx  # reads the variable above
 
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
+    gc.disable()
     try:
         return (yield)
     finally:
+        gc.enable()
+        gc.freeze()
         mx.set_default_device(device)
 
 

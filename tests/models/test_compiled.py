@@ -57,7 +57,7 @@ def steps(model, tokens: mx.array, *, traced: bool, prompt: int) -> mx.array:
 
 
 @pytest.mark.parametrize("B", [1, pytest.param(3, marks=pytest.mark.slow)])
-@by_default("streamed", "stacked", "latent")
+@by_default("streamed", "stacked")
 def test_traced_steps_give_the_same_logits(model, B):
     tokens = mx.array(np.random.default_rng(B).integers(0, 1000, (B, 74)))
     before = model._step.traces

@@ -116,7 +116,7 @@ def test_only_launches_differ_from_apples_back_end():
     assert MetalDevice.checks_first_use
 
 
-@by_default("qwen3.5-tiny streamed")
+@by_default("qwen3-tiny")
 def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
     directory, options, operations = run
     with (
