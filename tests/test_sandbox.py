@@ -98,9 +98,13 @@ def test_a_template_that_is_wrong(template):
 def test_values_that_a_template_is_given():
     given = {"m": OrderedDict(a=np.int64(3), b=(1, 2)), "f": np.float32(0.5), "s": "\ud800é"}
     assert render("{{ m.a }}{{ m.b[1] }}{{ f }}{{ s }}", **given) == "320.5\ud800é"
-    for value in (object(), 10**5000, {1j: 2}):
+    for value in (object(), b"bytes", {1j: 2}, {(1, 2): 3}):
         with pytest.raises(InputError, match="no plain values"):
             render("", value=value)
+    with pytest.raises(InputError, match="refuses"):
+        render("{{ value }}", value=10**5000)
+    text = "é\n" * (1 << 20)  # longer than a pipe holds, in both directions
+    assert render("{{ text }}", text=text) == text
 
 
 def test_a_template_is_tried_before_it_is_served(monkeypatch):

@@ -149,13 +149,20 @@ def check_tokenizer(kind: str, content: bytes, file: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with mappings and numbers of other classes as Python's own."""
+    """Return a value with mappings, numbers and texts of other classes as Python's own.
+
+    Raises:
+        TypeError: It is of another kind.
+    """
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, Real) and not isinstance(value, Integral):
         return float(value)
-    return value
+    if not isinstance(value, str | bool | None):
+        raise TypeError(f"{type(value).__name__} is none")
+    # Of a subclass: the text alone.
+    return str(value) if isinstance(value, str) else value

@@ -1,9 +1,11 @@
-"""The child process: reads requests from standard input, writes a line of JSON for each."""
+"""The child process: reads requests from standard input and writes a line of JSON for each, and
+behind it the bytes of a text."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import marshal
 import os
 import resource
 import sys
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_moeflux.sandbox.process import HEAD_BYTES
 from mlx_moeflux.sandbox.template import compiled, names, rendered
 from mlx_moeflux.tokenizer_backends import backend_of, try_out
 
@@ -65,9 +68,9 @@ def _answer(head: dict[str, Any], content: bytes) -> bytes:
     try:
         with _bounded(head["seconds"], memory):
             value = JOBS[head["job"]](content, most, **head["given"])
-            reply = json.dumps({"value": value})
+            reply = _written(value)
         if len(reply) < most:
-            return reply.encode()
+            return reply
         reason, broken = too_long, True
     except OverflowError as error:
         reason, broken = (str(error), False) if str(error) else (too_long, True)
@@ -76,22 +79,34 @@ def _answer(head: dict[str, Any], content: bytes) -> bytes:
     # A panic of Rust is a BaseException.
     except BaseException as error:  # noqa: BLE001
         reason, broken = " ".join(str(error).split()) or type(error).__name__, False
-    return json.dumps({"reason": reason[:MOST_REASON], "broken": broken}).encode()
+    return _line({"reason": reason[:MOST_REASON], "broken": broken})
+
+
+def _written(value: Any) -> bytes:
+    """A text stands as it is behind its length: JSON would be read for half a second."""
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        return _line({"text": len(text)}) + text
+    return _line({"value": value})
+
+
+def _line(head: dict[str, Any]) -> bytes:
+    return json.dumps(head).encode() + b"\n"
 
 
 def main() -> None:
     """Serve requests until standard input ends."""
     replies = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no reply
-    reply = b"{}"
+    reply = _line({})
     with os.fdopen(replies, "wb") as out:
         while True:
-            out.write(reply + b"\n")
+            out.write(reply)
             out.flush()
-            line = sys.stdin.buffer.readline()
-            if not line:
+            size = sys.stdin.buffer.read(HEAD_BYTES)
+            if len(size) < HEAD_BYTES:
                 return
-            head = json.loads(line)
+            head = marshal.loads(sys.stdin.buffer.read(int.from_bytes(size, "little")))
             reply = _answer(head, sys.stdin.buffer.read(head["bytes"]))
 
 
