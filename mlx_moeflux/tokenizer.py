@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object, read_whole
 from mlx_moeflux.checkpoint.formats.gguf import end_ids, find_gguf, gguf_metadata
-from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
+from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from mlx_moeflux.checks import is_natural
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
@@ -270,13 +270,14 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         CheckpointError: The directory has no tokenizer, or a damaged one.
         ConfigError: No file names the end token.
     """
-    path, config = Path(directory), {}
+    path = Path(directory)
     directory = path.parent if path.is_file() else path
     beside = any((directory / f"tokenizer.{kind}").exists() for kind in ("json", "model"))
     gguf = None if beside and (directory / "config.json").exists() else find_gguf(path)
     metadata = {} if gguf is None else gguf_metadata(gguf)
+    config = {} if gguf is None else tokenizer_config(metadata, gguf)
     if gguf is not None and not beside:
-        content, config = tokenizer_json(metadata, gguf)
+        content, _ = tokenizer_json(metadata, gguf)
         backend = _backend("json", json.dumps(content).encode(), gguf)
     elif (file := directory / "tokenizer.json").exists():
         backend = _backend("json", read_whole(file), file)
