@@ -14,7 +14,11 @@ from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object, read_whole
 from mlx_moeflux.checkpoint.formats.gguf import end_ids, find_gguf, gguf_metadata
-from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
+from mlx_moeflux.checkpoint.formats.gguf_tokenizer import (
+    named_ends,
+    tokenizer_config,
+    tokenizer_json,
+)
 from mlx_moeflux.checks import is_natural
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
@@ -298,7 +302,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         if (directory / name).exists():
             config |= read_json_object(directory / name, error=ConfigError)
     config |= overrides
-    eos = set(end_ids(metadata))
+    eos = named_ends(metadata) | set(end_ids(metadata))
     for name in ("config.json", "generation_config.json"):
         if (directory / name).exists():
             raw = read_json_object(directory / name, error=ConfigError)

@@ -267,6 +267,15 @@ def test_types_of_tokens(tmp_path):
     assert tokenizer.convert_ids_to_tokens(ids["<0x0A>"]) == "<0x0A>"
 
 
+def test_tokens_that_end_a_reply_by_name(tmp_path):
+    """gpt-oss ends a call of a tool, and Kimi-K2 a turn, with tokens that no key names."""
+    kinds = {"<bos>": 3, "<eos>": 3, "<|call|>": 3, "<|im_end|>": 4, "<|end|>": 3}
+    tokenizer = load_tokenizer(write(tmp_path / "model.gguf", "gpt-4o", kinds))
+    first = len(vocabulary()[0])
+    assert tokenizer.eos_token_ids == {first + 1, first + 2, first + 3}
+    assert tokenizer.eos_token_id == first + 1
+
+
 @pytest.mark.parametrize(
     ("named", "plain", "with_tools"),
     [

@@ -72,6 +72,12 @@ CUTS = {
 }
 """By `tokenizer.ggml.pre`."""
 
+# Tokens that end a reply although no key of the metadata gives their ids.
+_ENDS = frozenset((
+    "<|endoftext|>", "<|im_end|>", "<|return|>", "<|call|>", "[EOS]", "[EOT]", "[e~[",
+    "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>",
+))  # fmt: skip
+
 
 def tokenizer_json(metadata: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """tokenizer.json and tokenizer_config.json of a GGUF file's metadata.
@@ -160,6 +166,12 @@ def tokenizer_config(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     elif named:
         config["chat_template"] = [{"name": n, "template": t} for n, t in named.items()]
     return config
+
+
+def named_ends(metadata: dict[str, Any]) -> set[int]:
+    """Return the ids of tokens that end a reply by their text, as llama.cpp finds them."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return {i for i, t in enumerate(tokens) if t in _ENDS} if _are(tokens, str) else set()
 
 
 def _group(metadata: dict[str, Any]) -> dict[str, Any]:
