@@ -16,9 +16,11 @@ class MoefluxError(Exception):
     """Base of all errors that this package raises. A message is one line. A long one is shortened:
     the values that it repeats from a file first, then its middle. Paths stay whole."""
 
+    most_characters = MOST_CHARACTERS
+
     def __init__(self, message: object = ""):
         text = _CONTROL.sub(" ", str(message))
-        super().__init__(text if len(text) <= MOST_CHARACTERS else _shortened(text))
+        super().__init__(text if len(text) <= self.most_characters else _shortened(text))
 
 
 def _shortened(text: str) -> str:
@@ -37,6 +39,13 @@ class ConfigError(MoefluxError, ValueError):
 
 class CheckpointError(MoefluxError, ValueError):
     """A checkpoint's files, tensor names, shapes or dtypes are wrong."""
+
+
+class ChoiceError(CheckpointError):
+    """A folder or repository holds several models, which the message lists, and no single one was
+    chosen."""
+
+    most_characters = 5000
 
 
 class ExpertFileError(MoefluxError, ValueError):

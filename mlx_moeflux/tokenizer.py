@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object, read_whole
-from mlx_moeflux.checkpoint.formats.gguf import end_ids, find_gguf, gguf_metadata
+from mlx_moeflux.checkpoint.formats.gguf import end_ids, gguf_metadata
+from mlx_moeflux.checkpoint.formats.gguf_files import find_gguf
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import (
     named_ends,
     tokenizer_config,

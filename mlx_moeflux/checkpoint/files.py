@@ -293,6 +293,11 @@ def size_of(
         raise unreadable(file, cause, error=error) from cause
 
 
+def format_size(nbytes: int) -> str:
+    """Return bytes as one reads them, decimal."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
+
+
 def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:
     """Cut items, in their order, into groups of at most `most` bytes; a larger item is a group of
     its own."""

@@ -1,7 +1,8 @@
 """From what the user typed to a directory: a path, or a download from the Hugging Face Hub.
 
-Only what a model is made of is downloaded: weights in safetensors, JSON, tokenizer and chat
-template. No code, no pickles. Downloads go to the library's cache and resume by themselves.
+Only what a model is made of is downloaded: weights in safetensors or of one GGUF model, JSON,
+tokenizer and chat template. No code, no pickles. Downloads go to the library's cache and resume by
+themselves.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -21,10 +23,22 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from mlx_moeflux.checkpoint.files import read_json_object, unreadable
+from mlx_moeflux.checkpoint.files import format_size, read_json_object, unreadable
+from mlx_moeflux.checkpoint.formats.gguf_container import read_container
+from mlx_moeflux.checkpoint.formats.gguf_files import (
+    SUFFIX,
+    GgufEntry,
+    choose,
+    entries_in,
+    entries_of,
+    find_gguf,
+    refuse_other_files,
+    require_package,
+)
 from mlx_moeflux.errors import (
     CheckpointError,
     ConfigError,
+    InputError,
     MemoryBudgetError,
     MoefluxError,
     UnsupportedError,
@@ -34,6 +48,7 @@ from mlx_moeflux.errors import (
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # The same weights once more, in the form that Mistral's own programs read.
 _UNWANTED = ("consolidated*.safetensors",)
+_WEIGHTS = (".safetensors", ".bin")
 # Expert blobs, of this package and of moeflux; no other .bin is one.
 _BLOBS = re.compile(
     r"experts/(layer_\d{2,}\.bin|index\.json)"
@@ -44,6 +59,9 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _CACHED_MODEL = "models--"
 _DOWNLOADS = 8
 _MAX_REASON = 200
+# Bytes of a GGUF file that are read until its header is whole: that of a shard has some kB, that of
+# a first one with 200,000 tokens 10 MB.
+_HEADER_STEPS = (1 << 20, 1 << 24, 1 << 26, 1 << 28)
 
 
 class RemoteHeaders(NamedTuple):
@@ -54,41 +72,61 @@ class RemoteHeaders(NamedTuple):
     tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
-def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None) -> Path:
+def resolve(
+    path_or_repo_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+) -> Path:
     """Return the directory of a checkpoint, or a GGUF file: an existing one, or a download of a hub
     repository.
 
-    ``revision`` is a branch, tag or commit of the repository. Without a connection the copy in
-    the cache is used. A repository's folder in the cache, ``models--org--name``, means the snapshot
-    of that revision.
+    ``gguf_file``, or the text behind a colon as in ``org/name:Q4_K_M``, chooses one of several GGUF
+    models, see :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`; of a repository only its
+    files are downloaded. ``revision`` is a branch, tag or commit of the repository. Without a
+    connection the copy in the cache is used. A repository's folder in the cache,
+    ``models--org--name``, means the snapshot of that revision.
 
     Raises:
         CheckpointError: There is no such directory or repository, the directory holds no model, or
             the repository is gated.
-        UnsupportedError: The hub cannot be reached, or the repository holds no safetensors.
+        ChoiceError: There are several GGUF models, or none that fits ``gguf_file``.
+        UnsupportedError: The hub cannot be reached, or the repository holds no weights.
         MemoryBudgetError: The disk is too small.
     """
-    found = _found(os.fspath(path_or_repo_id), revision)
+    found = _found(os.fspath(path_or_repo_id), revision, gguf_file)
     return found if isinstance(found, Path) else _download(found)
 
 
+@contextmanager
 def resolve_headers(
-    path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None
-) -> Path | RemoteHeaders:
-    """Return what :func:`resolve` does if it needs no download, else the headers on the hub, with a
-    few ranged reads.
+    path_or_repo_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+) -> Iterator[Path | RemoteHeaders]:
+    """Yield what :func:`resolve` returns if it needs no download, else the headers on the hub, with
+    a few ranged reads. Those of a GGUF model are files without tensors, as long as the whole ones,
+    which go when the block ends.
 
     Raises:
         CheckpointError, UnsupportedError: As :func:`resolve`.
     """
-    found = _found(os.fspath(path_or_repo_id), revision)
-    return found if isinstance(found, Path) else _remote_headers(found)
+    found = _found(os.fspath(path_or_repo_id), revision, gguf_file)
+    if isinstance(found, Path):
+        yield found
+    elif found.gguf is None:
+        yield _remote_headers(found)
+    else:
+        with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as folder:
+            yield _remote_gguf(found, found.gguf, Path(folder))
 
 
 class _Remote(NamedTuple):
     """A repository on the hub at a commit, of which files are `missing` in the cache.
 
-    sizes: Bytes of each file that a model is made of. revision: As the user gave it.
+    sizes: Bytes of each file that a model is made of. revision: As the user gave it. gguf: The
+    first file of a GGUF model.
     """
 
     repo_id: str
@@ -96,11 +134,25 @@ class _Remote(NamedTuple):
     commit: str
     sizes: dict[str, int]
     missing: list[str]
+    gguf: str | None
 
 
-def _found(name: str, revision: str | None) -> Path | _Remote:
+def split_name(name: str) -> tuple[str, str | None]:
+    """Return a path or hub id, and what stands behind its last colon. A path that exists has no
+    such part."""
+    place, _, chosen = name.rpartition(":")
+    if not place or not chosen or os.path.exists(os.path.expanduser(name)):
+        return name, None
+    return place, chosen
+
+
+def _found(name: str, revision: str | None, gguf_file: str | None) -> Path | _Remote:
     """Return the directory or GGUF file on this machine, or what has to come from the hub."""
-    expanded = os.path.expanduser(name)
+    place, chosen = split_name(name)
+    if chosen is not None and gguf_file is not None:
+        raise InputError(f"{name} chooses {chosen!r} already; leave out gguf_file.")
+    chosen = gguf_file if chosen is None else chosen
+    expanded = os.path.expanduser(place)
     path = Path(expanded)
     if os.path.isdir(expanded):
         if path.name.startswith(_CACHED_MODEL) and (path / "snapshots").is_dir():
@@ -109,32 +161,34 @@ def _found(name: str, revision: str | None) -> Path | _Remote:
             names = os.listdir(path)
         except OSError as cause:
             raise unreadable(path, cause) from cause
-        refuse_what_is_no_model(path, names)
-        return path
-    if os.path.isfile(expanded) and path.suffix == ".gguf":
-        return path
+        gguf = find_gguf(path, chosen)
+        if gguf is None:
+            _refuse_what_is_no_model(path, names, entries_in(path))
+        return gguf or path
+    if os.path.isfile(expanded) and (gguf := find_gguf(path, chosen)):
+        return gguf
     if os.path.exists(expanded):
-        raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")
-    _check_id(name)
-    return _ask(name, revision)
+        raise CheckpointError(f"{place} is a file; pass the directory that holds the checkpoint.")
+    if not _REPO_ID.fullmatch(place):
+        raise CheckpointError(
+            f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
+        )
+    return _ask(place, revision, chosen)
 
 
-def refuse_what_is_no_model(place: Path | str, names: Collection[str]) -> None:
-    """Look at the names of files in a directory or a repository.
+def _refuse_what_is_no_model(
+    place: Path | str, names: Collection[str], ggufs: Collection[GgufEntry]
+) -> None:
+    """Look at the files of a directory or a repository, in which there is no GGUF model.
 
     Raises:
         CheckpointError: There are none, or they are no model's: an adapter, the projector of one.
     """
     if not names:
         raise CheckpointError(f"{place} is empty; pass the directory that holds the checkpoint.")
-    ggufs = [name for name in names if name.endswith(".gguf")]
-    if "config.json" in names or any("mmproj" not in name for name in ggufs):
+    if "config.json" in names:
         return
-    if ggufs:
-        raise CheckpointError(
-            f"{place} holds {min(ggufs)}, a vision projector, and no model; add the GGUF"
-            " file of the language model."
-        )
+    refuse_other_files(place, ggufs)
     if "adapter_config.json" in names:
         raise CheckpointError(
             f"{place} holds an adapter (adapter_config.json) and no model; merge it into its base"
@@ -196,7 +250,7 @@ def needed_files(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _ask(repo_id: str, revision: str | None) -> Path | _Remote:
+def _ask(repo_id: str, revision: str | None, chosen: str | None) -> Path | _Remote:
     """Return a repository's complete copy in the cache, or what has to come from the hub."""
     import huggingface_hub
     from huggingface_hub import constants
@@ -211,16 +265,25 @@ def _ask(repo_id: str, revision: str | None) -> Path | _Remote:
     except _failures() as cause:
         if not _is_offline(cause):
             raise _translated(cause, repo_id, revision) from cause
-        return _cached(repo_id, revision, cause)
+        return _cached(repo_id, revision, chosen, cause)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    refuse_what_is_no_model(repo_id, sizes)
-    files = needed_files(sizes)
-    if not any(name.endswith((".safetensors", ".bin")) for name in files):
-        raise _no_weights(repo_id)
+    files, ggufs, gguf = needed_files(sizes), entries_of(sizes), None
+    others = [name for name in files if not name.endswith((*_WEIGHTS, ".index.json"))]
+    has_weights = any(name.endswith(_WEIGHTS) for name in files)
+    if chosen is not None or not has_weights:
+        gguf = choose(repo_id, ggufs, chosen)
+    if gguf is not None:
+        require_package(repo_id)
+        files = [*others, *gguf.files]
+    else:
+        _refuse_what_is_no_model(repo_id, sizes, ggufs)
+        if not has_weights:
+            raise _no_weights(repo_id)
     assert info.sha is not None, "the hub names the commit"
     cached = {name: _in_cache(repo_id, name, info.sha) for name in files}
     missing = [name for name, path in cached.items() if path is None]
-    found = _Remote(repo_id, revision, info.sha, {n: sizes[n] for n in files}, missing)
+    first = None if gguf is None else gguf.files[0]
+    found = _Remote(repo_id, revision, info.sha, {n: sizes[n] for n in files}, missing, first)
     return found if missing else _complete(found)
 
 
@@ -298,8 +361,8 @@ def _share_of(bar: tqdm, stopped: Event) -> type[tqdm]:
 
 
 def _complete(remote: _Remote) -> Path:
-    """Return the folder of a copy that is complete, which the cache then knows by its revision: so
-    every program finds it without a connection."""
+    """Return the folder or the GGUF file of a copy that is complete, which the cache then knows by
+    its revision: so every program finds it without a connection."""
     import huggingface_hub
 
     name = min(remote.sizes, key=lambda name: remote.sizes[name])
@@ -308,7 +371,8 @@ def _complete(remote: _Remote) -> Path:
     if _in_cache(remote.repo_id, name, remote.revision) != path:
         with suppress(*_failures()):
             huggingface_hub.hf_hub_download(remote.repo_id, name, revision=remote.revision)
-    return path.parents[name.count("/")]
+    folder = path.parents[name.count("/")]
+    return folder if remote.gguf is None else folder / remote.gguf
 
 
 def _remote_headers(remote: _Remote) -> RemoteHeaders:
@@ -335,16 +399,54 @@ def _remote_headers(remote: _Remote) -> RemoteHeaders:
     return RemoteHeaders(read_json_object(Path(file), error=ConfigError), tensors)
 
 
-def _check_id(name: str) -> None:
-    if not _REPO_ID.fullmatch(name):
-        raise CheckpointError(
-            f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
-        )
+def _remote_gguf(remote: _Remote, first: str, folder: Path) -> Path:
+    """Write the headers of a GGUF model into `folder`; return the first file."""
+    names = [name for name in remote.sizes if name.endswith(SUFFIX)]
+    try:
+        for name in names:
+            # A name of the hub may have ".." in it; shards lie in one folder.
+            size, start, path = remote.sizes[name], b"", folder / Path(name).name
+            for stop in (min(size, most) for most in _HEADER_STEPS):
+                start += _read_part(remote, name, len(start), stop)
+                path.write_bytes(start)
+                if stop == size or _has_header(path):
+                    break
+            os.truncate(path, size)  # the rest takes no disk
+    except _failures() as cause:
+        raise _translated(cause, remote.repo_id, remote.revision) from cause
+    return folder / Path(first).name
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        read_container(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _read_part(remote: _Remote, name: str, start: int, stop: int) -> bytes:
+    """Read the bytes from `start` to `stop` of a file on the hub; raises OSError or the library's
+    errors."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = hf_hub_url(remote.repo_id, name, revision=remote.commit)
+    headers = build_hf_headers() | {"Range": f"bytes={start}-{stop - 1}"}
+    headers["Accept-Encoding"] = "identity"
+    wait = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=wait) as response:
+        if response.is_error:
+            response.read()
+        hf_raise_for_status(response)
+        if response.status_code != 206 and (start, stop) != (0, remote.sizes[name]):
+            raise OSError(f"the hub sent the whole of {name} instead of a part")
+        return response.read()
 
 
 def _no_weights(repo_id: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{repo_id} holds no .safetensors weights; choose a repository that does."
+        f"{repo_id} holds no weights in safetensors or GGUF; choose a repository that does."
     )
 
 
@@ -365,25 +467,27 @@ def _check_disk(remote: _Remote) -> None:
     free = shutil.disk_usage(_existing(cache)).free
     sys.stderr.write(
         f"{remote.repo_id}: {len(remote.missing)} of {len(remote.sizes)} files to download,"
-        f" {_gb(needed)}, to {cache} ({_gb(free)} free)\n"
+        f" {format_size(needed)}, to {cache} ({format_size(free)} free)\n"
     )
     if needed > free:
         raise MemoryBudgetError(
-            f"Downloading {remote.repo_id} needs {_gb(needed)}, but {cache} has {_gb(free)} free;"
-            " make room or set HF_HUB_CACHE to another disk."
+            f"Downloading {remote.repo_id} needs {format_size(needed)}, but {cache} has"
+            f" {format_size(free)} free; make room or set HF_HUB_CACHE to another disk."
         )
 
 
-def _cached(repo_id: str, revision: str | None, offline: Exception) -> Path:
-    """Return the copy in the cache; opening it says if files are missing from it."""
+def _cached(repo_id: str, revision: str | None, chosen: str | None, offline: Exception) -> Path:
+    """Return the copy in the cache, or its GGUF file; opening it says if files are missing."""
     from huggingface_hub import constants
 
     found = _snapshot(repo_id, revision, cache=Path(constants.HF_HUB_CACHE))
-    has_weights = found is not None and any(
-        next(found.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")
-    )
-    if found is not None and has_weights:
-        return found
+    if found is not None:
+        place = f"{repo_id} in the cache (the hub cannot be reached)"
+        gguf = find_gguf(found, chosen, place=place)
+        if gguf is not None:
+            return gguf
+        if any(next(found.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
+            return found
     state = "is not" if found is None else "has no weights"
     raise UnsupportedError(
         f"{repo_id} {state} in the cache and the Hugging Face Hub cannot be reached"
@@ -437,7 +541,3 @@ def _reason(cause: Exception) -> str:
 def _existing(path: Path) -> Path:
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists())
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -19,7 +19,8 @@ from typing import Any
 from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS, hoisted
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.checkpoint.formats.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
-from mlx_moeflux.checkpoint.formats.gguf import find_gguf, open_gguf
+from mlx_moeflux.checkpoint.formats.gguf import open_gguf
+from mlx_moeflux.checkpoint.formats.gguf_files import find_gguf
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
 from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
@@ -99,20 +100,25 @@ class Checkpoint:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
-    """Find out the form of `directory` and read its headers.
+def open_checkpoint(
+    directory: str | os.PathLike[str], *, gguf_file: str | None = None
+) -> Checkpoint:
+    """Find out the form of `directory`, which may be a GGUF file, and read its headers.
+
+    gguf_file: Which of its GGUF models, see
+    :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`.
 
     Raises:
         CheckpointError, ConfigError, ExpertFileError: Something is missing or damaged.
     """
     directory = Path(directory)
-    safetensors = any(directory.glob("*.safetensors"))
-    gguf = None if safetensors else find_gguf(directory)
+    gguf = find_gguf(directory, gguf_file)
     if gguf is not None:
         return _open_gguf(gguf)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     config = hoisted(read_json_object(directory / CONFIG_NAME, error=ConfigError))
+    safetensors = any(directory.glob("*.safetensors"))
     found = None if safetensors else MoefluxDirectory.find(directory)
     if found is not None:
         return _open_moeflux(found, config)

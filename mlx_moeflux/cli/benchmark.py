@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cold", action="store_true", help="empty the page cache before trials and between tokens")
     add_load_arguments(parser, "expert_reader")
     add("--expert-threads", type=int, default=8, help="default %(default)s")
-    add_load_arguments(parser, *LOADED)
+    add_load_arguments(parser, "gguf_file", *LOADED)
     add("--seed", type=int, default=0, help="of the ids, default %(default)s")
     add("--markdown", type=Path, metavar="FILE", help="append a table of the results")
     add("--plot", type=Path, metavar="FILE.png", help="draw the results")
@@ -141,7 +141,7 @@ def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
             if getattr(args, flag) is not None:
                 raise InputError(f"--{flag.replace('_', '-')} needs --synthetic.")
         name = Path(args.model).name if args.model else "the bundled model"
-        yield resolve(args.model or BUNDLED_MODEL), name
+        yield resolve(args.model or BUNDLED_MODEL, gguf_file=args.gguf_file), name
         return
     if args.model is not None:
         raise InputError("give either --model or --synthetic.")

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
                 prefill_step_size=args.prefill_step_size,
                 prompt_progress_callback=bar.update,
             )
-        notes = {"model": args.model} if args.model else {}
+        chosen = f":{args.gguf_file}" if args.gguf_file else ""
+        notes = {"model": f"{args.model}{chosen}"} if args.model else {}
         size = state.save(args.prompt_cache_file, notes=notes)
         if args.stats:
             print(stats_table(last.experts, model, details=args.details), file=sys.stderr)

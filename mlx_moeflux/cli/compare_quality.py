@@ -23,19 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_arguments(parser, "expert_memory")
     add("--max-tokens", type=int, default=120, help="of each JSON reply, default %(default)s")
     add("--json", action="store_true", help="numbers instead of text")
-    add_load_arguments(parser, "strict_config")
+    add_load_arguments(parser, "gguf_file", "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
+    from mlx_moeflux.checkpoint.hub import resolve
     from mlx_moeflux.measure.compare_quality import compare
 
-    model = args.model or loading.BUNDLED_MODEL
     if args.experts_per_token is None and args.bits is None and args.other is None:
         raise InputError("choose an option: --experts-per-token, --bits or --other.")
     if args.bits is not None and args.other is not None:
         raise InputError("choose --bits or --other: each is the lossy model.")
-
+    model = resolve(args.model or loading.BUNDLED_MODEL, gguf_file=args.gguf_file)
     with tempfile.TemporaryDirectory() as folder:
         lossy = args.other or model
         if args.bits is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _requantised(model: str | Path, bits: int, folder: Path, *, strict_config: bool) -> Path:
+def _requantised(model: Path, bits: int, folder: Path, *, strict_config: bool) -> Path:
     """Write a copy with all weights in `bits` bits; takes disk space for a 16-bit copy as well."""
     from mlx_moeflux.conversion.convert import convert
 

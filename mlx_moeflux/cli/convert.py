@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
     rules = "of --shard: id (default), memory:16GB,32GB or popularity:TRACE"
     add("--placement", default="id", help=rules)
-    add_load_arguments(parser, "strict_config")
+    add_load_arguments(parser, "gguf_file", "strict_config")
     refuse(parser, REFUSED, REFUSED)
 
 
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             verify_written=args.verify,
             strict_config=args.strict_config,
+            gguf_file=args.gguf_file,
             shard=args.shard,
             placement=args.placement,
             progress=bar.update,

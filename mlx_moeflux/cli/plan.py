@@ -36,13 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssd-gbps", type=float, default=SSD_GBPS, help="default %(default)s GB/s")
     add("--memory-gbps", type=float, default=MEMORY_GBPS, help="default %(default)s GB/s")
     add("--revision", help="branch, tag or commit on the hub")
+    add_load_arguments(parser, "gguf_file")
     add("--json", action="store_true", help="numbers instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.context < 1:
         raise InputError(f"--context is {args.context}; give at least 1.")
-    sizes = open_sizes(args.model, revision=args.revision, context=args.context, bits=args.bits)
+    sizes = open_sizes(
+        args.model,
+        revision=args.revision,
+        gguf_file=args.gguf_file,
+        context=args.context,
+        bits=args.bits,
+    )
     plan = _machines(args, sizes) if args.machines else _machine(args, sizes)
     if args.json:
         json.dump(plan.as_dict(), sys.stdout, indent=2)

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="also measure this checkpoint, instead of a synthetic one")
     add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
     add("--seconds", type=float, default=600, help="for everything, default %(default)s")
-    add_load_arguments(parser, "strict_config")
+    add_load_arguments(parser, "gguf_file", "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.seconds > 0:
         raise InputError("--seconds must be positive.")
     files = check_outputs(Path(args.out).absolute())
-    model = None if args.model is None else str(resolve(args.model))
+    model = None if args.model is None else str(resolve(args.model, gguf_file=args.gguf_file))
     with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
         folder = Path(name)
         chosen = steps(folder, model, strict_config=args.strict_config)

@@ -226,18 +226,21 @@ def _set_template(tokenizer: Any, template: str | None) -> None:
 def _name(args: argparse.Namespace, path: Any) -> str:
     """Return the model's id in replies: `org/name` of the hub, or its folder's own name, and no
     path of this machine."""
+    from mlx_moeflux.checkpoint.hub import split_name
+
     given: str | None = args.model_name
     if given is not None:
         if not given.strip() or not given.isprintable():
             raise InputError(f"--model-name is {given!r}; give a name.")
         return given
-    folder = Path(os.path.expanduser(path))
+    place, chosen = split_name(os.fspath(path))
+    folder, tag = Path(os.path.expanduser(place)), f":{chosen}" if chosen else ""
     if not folder.exists():
         return str(path)
     for part in folder.resolve().parts:
         if part.startswith("models--"):  # the hub's cache
-            return part.removeprefix("models--").replace("--", "/", 1)
-    return folder.absolute().name or folder.resolve().name
+            return part.removeprefix("models--").replace("--", "/", 1) + tag
+    return (folder.absolute().name or folder.resolve().name) + tag
 
 
 def _service_options(args: argparse.Namespace, path: Any) -> Any:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mlx_moeflux.cli.common import add_load_arguments
+from mlx_moeflux.cli.common import add_load_arguments, load_options
 from mlx_moeflux.errors import InputError
 
 
@@ -28,12 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure implementations of these operations (all) instead, on the calls of --model, "
         "or without it in published sizes",
     )
-    add_load_arguments(parser, "strict_config")
+    add_load_arguments(parser, "gguf_file", "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.kernels is not None:
         return _run_kernels(args)
+    from mlx_moeflux.checkpoint.hub import resolve
     from mlx_moeflux.experts.budget import parse_budget
     from mlx_moeflux.loading import BUNDLED_MODEL
     from mlx_moeflux.measure.tune import tune
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if not Path(out).absolute().parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no such directory.")
     result = tune(
-        args.model or BUNDLED_MODEL,
+        resolve(args.model or BUNDLED_MODEL, gguf_file=args.gguf_file),
         budgets=args.budgets,
         tokens=args.tokens,
         repeats=args.repeats,
@@ -74,8 +75,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
 
     calls = None
     if args.model is not None:
-        memory, strict = args.budgets[0] if args.budgets else "auto", args.strict_config
-        model, _ = load(args.model, expert_memory=memory, strict_config=strict, verbose=True)
+        memory = args.budgets[0] if args.budgets else "auto"
+        model, _ = load(args.model, **load_options(args), expert_memory=memory, verbose=True)
         calls = calls_of(model)
         del model
     table = tune(args.kernels, calls=calls, report=report)

@@ -55,6 +55,7 @@ def convert(
     verify_written: bool = False,
     strict_config: bool = True,
     revision: str | None = None,
+    gguf_file: str | None = None,
     shard: str | None = None,
     placement: str | Placement = ById.name,
     progress: Progress | None = None,
@@ -71,6 +72,7 @@ def convert(
         dequantize: Quantised weights become floats.
         dtype: ``float32``, ``bfloat16`` or ``float16`` of the floats; default: as they are.
         verify_written: Read everything back and compare hashes.
+        gguf_file: Which of several GGUF models, as in ``load``.
         shard: ``i/N`` writes the trunk and the experts of rank i of N, 0 to N - 1, as `placement`
             of ``load(distributed=...)`` gives them (packed layout).
         progress: Called with (bytes done, bytes in all).
@@ -90,7 +92,7 @@ def convert(
     if shard is not None and layout != "packed":
         raise InputError("shard needs the packed layout; leave out layout.")
     spec = QuantSpec.of_mode(q_mode, q_bits, q_group_size) if quantize else None
-    directory = resolve(path_or_hub_id, revision=revision)
+    directory = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
     out = Path(out if mlx_path is None else mlx_path)
     checkpoint = open_checkpoint(directory)
     if out.exists() and out.resolve() == directory.resolve():

@@ -156,6 +156,12 @@ class LoadOptions:
         None,
         "Concatenate projections that share an input (``model.prepare()``); default on GPUs.",
     )
+    gguf_file: str | None = option(
+        None,
+        "Which of several GGUF models of a folder or repository: a quantisation such as "
+        "``Q4_K_M``, or a file's name.",
+        Flag("which GGUF model: a quantisation such as Q4_K_M, or a file", metavar="NAME"),
+    )
     strict_config: bool = option(
         True,
         "Refuse unknown keys of config.json.",

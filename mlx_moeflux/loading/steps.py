@@ -59,7 +59,8 @@ def load(
     tokenizer_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[StreamingModel, Tokenizer]:
-    """Load a checkpoint: a directory, or a Hugging Face id such as ``org/name``.
+    """Load a checkpoint: a directory, a GGUF file, or a Hugging Face id such as ``org/name`` or
+    ``org/name:Q4_K_M``.
 
     options: Those of :class:`~mlx_moeflux.loading.options.LoadOptions`. tokenizer_config: Overrides
     tokenizer_config.json.
@@ -69,14 +70,15 @@ def load(
     """
     check_options("load", options, ("revision", "tokenizer_config", *NAMES))
     with reporting(options.get("distributed")) as ranks:
-        directory = resolve(path_or_hub_id, revision=revision)
-        tokenizer = load_tokenizer(directory, **dict(tokenizer_config or {}))
-        return load_model(directory, **{**options, "distributed": ranks}), tokenizer
+        gguf_file = options.pop("gguf_file", None)
+        path = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
+        tokenizer = load_tokenizer(path, **dict(tokenizer_config or {}))
+        return load_model(path, **{**options, "distributed": ranks}), tokenizer
 
 
 @takes(LoadModelArguments)
 def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
-    """Load a checkpoint directory without its tokenizer; everything is evaluated.
+    """Load a checkpoint directory or GGUF file without its tokenizer; everything is evaluated.
 
     The first call sets the environment variables of
     :func:`~mlx_moeflux.backend.set_device_variables`. No call changes the state of ``mx.random``.
@@ -196,7 +198,7 @@ def _checked(options: LoadOptions) -> LoadOptions:
 
 def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
     """Read headers and config; choose kernels and router. No weights are read."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, gguf_file=options.gguf_file)
     options = _tuned(options, checkpoint, path)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = read_config(checkpoint, strict=options.strict_config)

@@ -122,6 +122,7 @@ def open_sizes(
     model: str | os.PathLike[str],
     *,
     revision: str | None = None,
+    gguf_file: str | None = None,
     context: int = 8192,
     bits: int | None = None,
 ) -> Sizes:
@@ -130,22 +131,22 @@ def open_sizes(
     Raises:
         MoefluxError: One of its kinds; the checkpoint cannot be read.
     """
-    found = resolve_headers(model, revision=revision)
-    if isinstance(found, Path):
-        checkpoint = open_checkpoint(found)
-    else:
-        name, config = Path(model), hoisted(found.config)
-        checkpoint = Checkpoint(
-            directory=name,
-            form="safetensors",
-            config=config,
-            tensors={
-                tensor: TensorRef(tensor, name, 0, dtype, shape)
-                for tensor, (dtype, shape) in found.tensors.items()
-            },
-            quantization=Quantization.from_config(config),
-        )
-    return measure_sizes(checkpoint, context=context, bits=bits)
+    with resolve_headers(model, revision=revision, gguf_file=gguf_file) as found:
+        if isinstance(found, Path):
+            checkpoint = open_checkpoint(found)
+        else:
+            name, config = Path(model), hoisted(found.config)
+            checkpoint = Checkpoint(
+                directory=name,
+                form="safetensors",
+                config=config,
+                tensors={
+                    tensor: TensorRef(tensor, name, 0, dtype, shape)
+                    for tensor, (dtype, shape) in found.tensors.items()
+                },
+                quantization=Quantization.from_config(config),
+            )
+        return measure_sizes(checkpoint, context=context, bits=bits)
 
 
 def _held(tensors: list[tuple[str, TensorRef]], bits: int | None, group: int = GROUP) -> int:

@@ -74,6 +74,49 @@ def _hf_tensors(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     return {f"{prefix}{HF[leaf]}.weight": values}
 
 
+def write_header(path: Path, architecture: str, more: Mapping[str, Any]) -> Path:
+    """A file of metadata alone. An empty architecture is left out."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), architecture)
+    _add(writer, more)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def split(path: Path, out: Path, name: str, count: int) -> list[Path]:
+    """The shards of a file, as llama.cpp's gguf-split numbers them; the first has the metadata."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    files = [out / f"{name}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    out.mkdir(exist_ok=True)
+    for i, file in enumerate(files):
+        writer = gguf.GGUFWriter(str(file), "qwen3moe")
+        for key, found in reader.fields.items() if i == 0 else ():
+            if not key.startswith(("GGUF.", "general.architecture")):
+                sub_type = found.types[1] if len(found.types) > 1 else None
+                writer.add_key_value(key, found.contents(), found.types[0], sub_type)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        for tensor in reader.tensors[i::count]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return files
+
+
+def _add(writer: Any, more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
+
+
 def write(
     path: Path,
     kind_of,
@@ -119,9 +162,7 @@ def write(
         writer.add_token_merges(["a b"])
         writer.add_chat_template("{{ messages[0]['content'] }}")
     writer.add_eos_token_id(V - 1)
-    for key, value in (more or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-        add[type(value)](key, value)
+    _add(writer, more or {})
     random, meaning = np.random.default_rng(3), {}
     for name, shape in shapes(dense).items():
         if name in skip or (tied and name == "output"):

@@ -17,7 +17,12 @@ from huggingface_hub.hf_api import ModelInfo
 
 from mlx_moeflux.checkpoint.hub import needed_files, resolve
 from mlx_moeflux.cli import main
-from mlx_moeflux.errors import CheckpointError, MemoryBudgetError, UnsupportedError
+from mlx_moeflux.errors import (
+    CheckpointError,
+    ChoiceError,
+    MemoryBudgetError,
+    UnsupportedError,
+)
 from mlx_moeflux.loading import BUNDLED_MODEL
 from tests.checkpoint.local_hub import COMMIT, local_hub
 
@@ -184,11 +189,65 @@ def test_the_disk_must_hold_what_is_still_missing(cached, spare, fits, hub):
     assert hub.asked == []
 
 
-def test_a_repository_without_safetensors_is_refused(hub):
-    hub.files = {"config.json": 1, "model-Q4_K_M.gguf": 2, "pytorch_model.bin": 3}
-    with pytest.raises(UnsupportedError, match=r"org/name holds no \.safetensors"):
+def test_a_repository_without_weights_is_refused(hub):
+    hub.files = {"config.json": 1, "mmproj-F16.gguf": 2, "pytorch_model.bin": 3}
+    with pytest.raises(UnsupportedError, match="org/name holds no weights in safetensors or GGUF"):
         resolve("org/name")
     assert hub.asked == []
+
+
+GGUFS = {
+    "Q4_K_M/m-Q4_K_M-00001-of-00002.gguf": 4_000_000_000,
+    "Q4_K_M/m-Q4_K_M-00002-of-00002.gguf": 3_000_000_000,
+    "m-Q8_0.gguf": 9_000_000_000,
+    "mmproj-F16.gguf": 600_000_000,
+    "imatrix.dat": 100_000_000,
+    "README.md": 7_000,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {n: FILES[n] for n in NEEDED}], ids=["alone", "beside"])
+@pytest.mark.parametrize("by", ["option", "colon"])
+def test_of_a_chosen_gguf_model_only_its_files_are_asked_for(more, by, hub):
+    """With what is neither weights nor their index. The disk must hold these alone."""
+    hub.files, hub.free = GGUFS | more, 8_000_000_000
+    names = list(GGUFS)[:2]
+    if by == "option":
+        found = resolve("org/name", gguf_file="q4_k_m")
+    else:
+        found = resolve("org/name:Q4_K_M")
+    assert found == hub.snapshot / names[0]
+    others = [name for name in NEEDED[3:] if name in more]
+    assert sorted(hub.asked) == sorted((name, "c0ffee") for name in [*names, *others])
+    hub.asked.clear()
+    with pytest.raises(MemoryBudgetError, match=r"needs 9\.0 GB, but"):
+        resolve("org/name:q8_0")
+    assert hub.asked == []
+
+
+def test_the_package_that_reads_gguf_is_asked_for_before_the_download(hub, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    hub.files = dict(GGUFS)
+    with pytest.raises(UnsupportedError, match=r"org/name needs .* 'mlx_moeflux\[gguf\]'"):
+        resolve("org/name:Q8_0")
+    assert hub.asked == []
+
+
+def test_several_gguf_models_of_a_repository_are_listed(hub):
+    hub.files = dict(GGUFS)
+    for name, words in (
+        ("org/name", "org/name holds 2 GGUF models: Q4_K_M 7.0 GB, Q8_0 9.0 GB; choose one with"),
+        ("org/name:Q2_K", "holds no GGUF model 'Q2_K'; there are Q4_K_M 7.0 GB, Q8_0 9.0 GB."),
+    ):
+        with pytest.raises(ChoiceError) as caught:
+            resolve(name)
+        one_sentence(str(caught.value), words)
+    del hub.files["m-Q8_0.gguf"]
+    assert hub.asked == []
+    assert resolve("org/name") == hub.snapshot / next(iter(GGUFS))
+    del hub.files["Q4_K_M/m-Q4_K_M-00002-of-00002.gguf"]
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf is missing"):
+        resolve("org/name")
 
 
 REFUSALS = {
@@ -321,6 +380,8 @@ NO_MODELS = {
     "adapter of mlx-lm": (["adapters.safetensors", "adapter_config.json"], "holds an adapter"),
     "projector": (["mmproj-F16.gguf"], "holds mmproj-F16.gguf, a vision projector"),
     "something else": (["README.md", "main.py"], "has no config.json and no .gguf file"),
+    "matrix": (["m.imatrix.gguf"], "holds m.imatrix.gguf, an importance matrix"),
+    "drafts": (["mtp-m-Q8_0.gguf"], "holds mtp-m-Q8_0.gguf, a draft model"),
     "projectors": (["x-mmproj-q8.gguf", "mmproj-BF16.gguf", "README.md"], "mmproj-BF16.gguf"),
 }
 
@@ -349,7 +410,7 @@ def test_an_adapter_beside_a_model_and_a_projector_beside_one_are_no_fault(tmp_p
     (tmp_path / "config.json").unlink()
     (tmp_path / "mmproj-F16.gguf").touch()
     (tmp_path / "model-Q4_K_M.gguf").touch()
-    assert resolve(tmp_path) == tmp_path
+    assert resolve(tmp_path) == tmp_path / "model-Q4_K_M.gguf"
 
 
 # Names that programs look for and this package leaves out.
@@ -415,7 +476,8 @@ def test_what_was_downloaded_is_found_without_a_connection(tmp_path, switched_of
 ONLINE = """
 import json, sys
 from mlx_moeflux.checkpoint.hub import resolve, resolve_headers
-found = resolve_headers("org/tiny")
+with resolve_headers("org/tiny") as found:
+    pass
 print(json.dumps([None if isinstance(found, tuple) else str(found), str(resolve("org/tiny"))]))
 """
 

@@ -79,7 +79,7 @@ OPTIONS = {
     "check": "--operation --dtype",
     "plan": """
         --bits --context --expert-memory --json --link --link-latency --machines --memory
-        --memory-gbps --revision --ssd-gbps
+        --gguf-file --memory-gbps --revision --ssd-gbps
         --row-memory
     """,
     "perplexity": """
@@ -116,7 +116,7 @@ OPTIONS = {
     """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
-# Commands that refuse an unknown key of config.json.
+# Commands that choose one of several GGUF models and refuse an unknown key of config.json.
 STRICT = (
     "generate", "chat", "serve", "cache_prompt", "convert", "perplexity", "evaluate", "report",
     "tune", "compare-quality", "benchmark",
@@ -140,7 +140,7 @@ def test_options_are_frozen(command):
     parser = argparse.ArgumentParser(add_help=False)
     command_module(command).add_arguments(parser)
     found = {name for action in parser._actions for name in action.option_strings}
-    strict = {"--no-strict-config"} if command in STRICT else set()
+    strict = {"--gguf-file", "--no-strict-config"} if command in STRICT else set()
     assert found == set(OPTIONS[command].split()) | strict
 
 

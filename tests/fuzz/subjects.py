@@ -326,7 +326,7 @@ FLAGS = {
         --verbose --prefill-step-size --prompt-cache --prompt-cache-disk --prompt-cache-file
         --expert-memory --expert-threads --expert-reader --eviction --prefetch --tuning
         --experts-per-token --max-context --kv-bits --kv-group-size --safe --stats --trace
-        --wired-memory
+        --wired-memory --gguf-file
         --ignore-chat-template --use-default-chat-template --image --draft-model -v -qa
     """,
     "plan": "--memory --context --experts-per-token --ssd --kv-bits --trace",

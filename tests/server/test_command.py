@@ -219,10 +219,12 @@ def test_a_models_id_is_no_path(tmp_path, monkeypatch, folder, name):
     assert serve._name(args, str(tmp_path / folder)) == name
     monkeypatch.chdir(tmp_path / folder)
     assert serve._name(args, ".") == name
+    assert serve._name(args, f"{tmp_path / folder}:Q4_K_M") == f"{name}:Q4_K_M"
 
 
 def test_a_models_id_is_that_of_the_hub_or_the_one_given():
-    assert serve._name(_parsed(), "org/name") == "org/name"
+    for name in ("org/name", "org/name:Q4_K_M"):
+        assert serve._name(_parsed(), name) == name
     assert serve._name(_parsed(), BUNDLED_MODEL) == "tiny"
     assert serve._name(_parsed("--model-name", "my-model"), "org/name") == "my-model"
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.files import opened
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
+from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
 from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
 from mlx_moeflux.checks import is_shape
@@ -206,7 +207,6 @@ KINDS = {
 ARCHITECTURE = "qwen3moe"
 # Of a header: Qwen3 has 150,000 tokens, and as many types and merges.
 MOST_VALUES = 700_000
-_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 _NAMES = {
@@ -263,24 +263,6 @@ class GgufFile:
     requantised: dict[str, str] = field(default_factory=dict)
 
 
-def find_gguf(path: Path) -> Path | None:
-    """The first shard: `path` itself, or the only GGUF model in that directory.
-
-    Raises:
-        CheckpointError: The directory holds several models.
-    """
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    # Projectors of models that see lie beside them.
-    files = sorted(file for file in path.glob("*.gguf") if "mmproj" not in file.name)
-    first = [f for f in files if (m := _shard(f)) is None or m == 1]
-    if len(first) > 1:
-        raise CheckpointError(
-            f"{path} holds {len(first)} GGUF models; pass the file, such as {first[0].name}."
-        )
-    return first[0] if first else None
-
-
 def open_gguf(path: Path) -> GgufFile:
     """Read the headers of `path` and of the shards beside it; no tensor.
 
@@ -288,15 +270,13 @@ def open_gguf(path: Path) -> GgufFile:
         CheckpointError: A file is damaged or missing, or a tensor is not the model's.
         UnsupportedError: Another architecture, or a type of block that is not decoded.
     """
-    files = _shards(path)
+    files = shards(path)
     readers = [(file, _reader(file)) for file in files]
-    metadata = _metadata(readers[0][1], path)
+    headers = [_metadata(reader, file) for file, reader in readers]
+    check_shards(files, headers)
+    metadata = headers[0]
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
-        if architecture == "clip":
-            raise UnsupportedError(
-                f"{path} is a vision projector (mmproj); pass the GGUF file of the language model."
-            )
         raise UnsupportedError(
             f"{path}: the architecture is {architecture!r}; of GGUF only {ARCHITECTURE!r} is read."
         )
@@ -318,23 +298,6 @@ def open_gguf(path: Path) -> GgufFile:
 def gguf_metadata(path: Path) -> dict[str, Any]:
     """All keys and values of a file's header."""
     return _metadata(_reader(path), path)
-
-
-def _shard(file: Path) -> int | None:
-    match = _SHARD.fullmatch(file.name)
-    return None if match is None else int(match["number"])
-
-
-def _shards(path: Path) -> list[Path]:
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
-        return [path]
-    stem, count = match["stem"], int(match["count"])
-    files = [path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; the model has {count} shards, fetch it.")
-    return files
 
 
 def _reader(file: Path):
