@@ -70,15 +70,17 @@ class Recipe:
 
     def _matrix(self) -> dict[str, Tensor]:
         shape, width = self.source[0].shape, self._width()
+        # A matrix, or one for each head.
+        *rows, _ = shape or (0,)
         if self.target is not None:
-            weight = Tensor("U32", (shape[0], self.target.words(width)))
-            groups = shape[0], self.target.groups(width)
+            weight = Tensor("U32", (*rows, self.target.words(width)))
+            groups = *rows, self.target.groups(width)
             if not self.target.is_affine:
                 return {"weight": weight, "scales": Tensor("U8", groups)}
             scales = Tensor(self.dtype, groups)
             return {"weight": weight, "scales": scales, "biases": scales}
         if self.spec is not None:
-            shape = (shape[0], width)
+            shape = (*rows, width)
         elif self.transform is not None:
             # One row tells the shape of all.
             shape = (shape[0], *self.transform(mx.zeros((1, *shape[1:]))).shape[1:])

@@ -41,14 +41,17 @@ class NgramHashes:
         assert config.stop_token is not None
         first = index * config.ngram_heads
         primes = _primes_from(config.ngram_vocab_size_base)
-        sizes = list(islice(primes, first, first + config.ngram_heads))
+        sizes = list(config.ngram_head_rows)
+        sizes = sizes or list(islice(primes, first, first + config.ngram_heads))
         *offsets, total = accumulate(sizes, initial=0)
         step = config.make_ngram_vocab_size_divisible_by
         self.rows = -(-total // step) * step
         self.context = config.ngram_size - 1
         self.sizes = np.array(sizes, np.int64)
         self.offsets = np.array(offsets, np.int64)
-        self.multipliers = np.array(_multipliers(config, index), np.int64)
+        self.multipliers = np.array(
+            config.ngram_multipliers or _multipliers(config, index), np.int64
+        )
         self._stop, self._per_ngram = config.stop_token, config.heads_per_ngram
 
     def __call__(self, history: np.ndarray) -> np.ndarray:

@@ -7,13 +7,14 @@ Checkpoints: Hugging Face originals, mlx-lm and mlx-community: Qwen3-Next-80B-A3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.models import qwen3_5_moe
 from mlx_moeflux.models.layers import DenseMlp, project_normed, weights_of
 from mlx_moeflux.models.modules import Linear
@@ -26,7 +27,8 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
     """Gated delta net with ``in_proj_qkvz`` and ``in_proj_ba``.
 
     Their rows are grouped by key head: ``[q Dk, k Dk, v R Dv, z R Dv]`` and ``[b R, a R]``, with
-    R = Hv / Hk value heads in each group.
+    R = Hv / Hk value heads in each group. :meth:`use_split_projections` takes them apart, as
+    llama.cpp's files have them.
     """
 
     def make_projections(self) -> None:
@@ -36,8 +38,15 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         self.in_proj_qkvz = Linear(config.hidden_size, width, bias=False)
         self.in_proj_ba = Linear(config.hidden_size, 2 * config.linear_num_value_heads, bias=False)
 
-    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+    def use_split_projections(self) -> None:
+        """Replace the two projections with Qwen3.5-MoE's four."""
+        del self.in_proj_qkvz, self.in_proj_ba
+        super().make_projections()
+
+    def project(self, x: mx.array, norm: nn.RMSNorm | None) -> Sequence[mx.array | None]:
         """See :meth:`GatedDeltaNet.project`."""
+        if "in_proj_qkvz" not in self:
+            return super().project(x, norm)
         config = self.config
         B, T, _ = x.shape
         Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
@@ -52,6 +61,8 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""
+        if "in_proj_qkvz" not in self:
+            return super().stacks()
         return [(self.in_proj_qkvz, self.in_proj_ba)]
 
 
@@ -71,6 +82,28 @@ class Model(qwen3_5_moe.Model):
         keys = stretched(asdict(config), config.yarn)
         del keys["layer_types"]
         return keys | {"full_attention_interval": interval}
+
+    @classmethod
+    def mlx_lm_name(cls, name: str) -> str:
+        """See :meth:`DecoderModel.mlx_lm_name`.
+
+        Raises:
+            UnsupportedError: mlx-lm has no split projections.
+        """
+        if ".linear_attn.in_proj_qkv." in name:
+            raise UnsupportedError(
+                f"mlx-lm's qwen3_next has no '{name}', which llama.cpp's files have; convert to "
+                "the packed layout."
+            )
+        return super().mlx_lm_name(name)
+
+    def fit_names(self, names: Iterable[str]) -> None:
+        """See :meth:`DecoderModel.fit_names`; chooses delta nets with split projections."""
+        found = set(names)
+        for i, layer in enumerate(self.layers):
+            split = f"model.layers.{i}.linear_attn.in_proj_qkv.weight" in found
+            if split and self.config.is_linear(i):
+                layer["linear_attn"].use_split_projections()
 
     def make_mlp(self, layer: int) -> DenseMlp | SparseMoeBlock:
         """Build a MoE block with a gated shared expert, or a dense MLP."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.checkpoint.formats.decoded import sources_of
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
@@ -116,7 +117,9 @@ class Model(qwen3_5_moe.Model):
     ) -> None:
         """See :meth:`StreamingModel.open_tables`."""
         self.check_tables(tables, self.config, file)
-        total = sum(ref.nbytes for shards in tables.values() for s in shards for ref in s.values())
+        refs = [ref for shards in tables.values() for shard in shards for ref in shard.values()]
+        # The parts of a row in blocks are made of the same bytes.
+        total = sum({source: source.nbytes for ref in refs for source in sources_of(ref)}.values())
         budget = parse_row_memory(memory, total)
         found, parts = {}, self.ngram_layers()
         for layer, shards in tables.items():

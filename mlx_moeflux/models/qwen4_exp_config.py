@@ -27,7 +27,9 @@ class Config(qwen3_5_moe_config.Config):
     """The keys of config.json that this architecture uses.
 
     ``ple_layer_ids`` are the layers with a table of n-grams, counted from one. ``eos_token_id`` is
-    the text model's: its first id ends the context of an n-gram.
+    the text model's: its first id ends the context of an n-gram. ``ngram_head_rows`` and
+    ``ngram_multipliers`` are the constants of the hashes of one table, as GGUF files store them, in
+    place of those that follow from ``ngram_vocab_size_base`` and ``seed``.
 
     Source of the defaults: transformers' `Qwen4ExpTextConfig`.
     """
@@ -49,6 +51,8 @@ class Config(qwen3_5_moe_config.Config):
     seed: int = 1234
     split_ngram_parts: int = 512
     output_gate_type: str | None = None
+    ngram_head_rows: tuple[int, ...] = ()
+    ngram_multipliers: tuple[int, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None
 
     MODEL_TYPE, ARCHITECTURE = "qwen4_exp", "Qwen4ExpForConditionalGeneration"
@@ -121,6 +125,22 @@ class Config(qwen3_5_moe_config.Config):
                 f"{file}: the {self.ngram_heads} heads of n-grams do not divide 'ple_embed_dim' "
                 f"{self.ple_embed_dim}."
             )
+        for name, count in (
+            ("ngram_head_rows", self.ngram_heads),
+            ("ngram_multipliers", self.ngram_size),
+        ):
+            values = getattr(self, name)
+            if values and (
+                len(self.ple_layer_ids) > 1
+                or len(values) != count
+                or not 0 < min(values) <= max(values) < 1 << 63
+            ):
+                raise ConfigError(
+                    f"{file}: '{name}' must be {count} positive integers, of the only table of "
+                    "n-grams."
+                )
+        if max(self.ngram_head_rows, default=0) > MOST_ROWS:
+            raise ConfigError(f"{file}: 'ngram_head_rows' must be at most {MOST_ROWS} each.")
         if self.ngram_vocab_size_base > MOST_ROWS:
             raise ConfigError(
                 f"{file}: 'ngram_vocab_size_base' is {self.ngram_vocab_size_base}, must be at most "
@@ -206,6 +226,9 @@ class Config(qwen3_5_moe_config.Config):
         """Return the keys of config.json in the vision-language wrapper's form."""
         keys = super().published()
         keys["text_config"]["model_type"] = "qwen4_exp_text"
+        for name in ("ngram_head_rows", "ngram_multipliers"):
+            if not keys["text_config"][name]:
+                del keys["text_config"][name]
         return keys if self.eos_token_id is None else keys | {"eos_token_id": self.eos_token_id}
 
 

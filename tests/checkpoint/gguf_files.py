@@ -20,6 +20,11 @@ BLOCKS = {
     "Q4_K": (144, 256, {0: 63 * 15, 2: 63}),
     "Q5_K": (176, 256, {0: 63 * 31, 2: 63}),
     "Q6_K": (210, 256, {208: 127 * 32}),
+    "Q4_0": (18, 32, {0: 8}),
+    "Q4_1": (20, 32, {0: 15, 2: -2}),
+    "Q5_0": (22, 32, {0: 16}),
+    "Q5_1": (24, 32, {0: 31, 2: -2}),
+    "MXFP4": (17, 32, {}),
 }
 TOKENS = [chr(i) if i > 32 else chr(256 + i) for i in range(127)]
 
@@ -31,6 +36,10 @@ def random_blocks(kind: str, rows: int, width: int, random) -> np.ndarray:
     for at, most in halves.items():
         d = random.uniform(1.0, 3.0, len(blocks)) * width**-0.5 / most
         blocks[:, at : at + 2] = d.astype(np.float16)[:, None].view(np.uint8)
+    if kind == "MXFP4":
+        # An exponent, of numbers up to 6.
+        most = 127 + int(np.log2(width**-0.5 / 3))
+        blocks[:, 0] = random.integers(most - 2, most + 1, len(blocks))
     return blocks.reshape(rows, -1)
 
 

@@ -1,5 +1,5 @@
 """Tensors that other formats' bytes are decoded into: FP8 with block scales, symmetric int4, global
-scales of NVFP4, rows and columns in another order.
+scales of NVFP4, rows and columns in another order, tensors in one, functions of numbers.
 
 A :class:`DecodedRef` stands where a :class:`~mlx_moeflux.checkpoint.tensors.TensorRef` does. It
 says which byte ranges it needs and how they become its bytes, in NumPy alone, so that reading
@@ -9,12 +9,14 @@ threads can decode what they read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import cast
 
 import numpy as np
 
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef
+from mlx_moeflux.errors import CheckpointError
 
 # Bounds the scratch of decoding: float32, its rounding, indices.
 ELEMENTS_AT_ONCE = 1 << 18
@@ -214,6 +216,132 @@ class PickedRef(DecodedRef):
     def scratch_bytes(self) -> int:
         """See :attr:`DecodedRef.scratch_bytes`."""
         return 0
+
+
+class JoinedRef(DecodedRef):
+    """Tensors of one dtype and width after each other on axis 0."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, name: str, parts: Sequence[Ref]) -> None:
+        self.parts = tuple(parts)
+        super().__init__(
+            name,
+            tuple(source for part in parts for source in sources_of(part)),
+            dtype=parts[0].dtype,
+            shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]),
+        )
+
+    def rows(self, start: int, stop: int) -> JoinedRef:
+        """See :meth:`Ref.rows`; the parts outside are left out."""
+        self._check_rows(start, stop)
+        picked, begin = [], 0
+        for part in self.parts:
+            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
+            if first < last:
+                picked.append(part.rows(first, last))
+            begin += part.shape[0]
+        return JoinedRef(f"{self.name}[{start}:{stop}]", picked or [self.parts[0].rows(0, 0)])
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`."""
+        first, begin = 0, 0
+        for part in self.parts:
+            last = first + len(sources_of(part))
+            _decode(part, raw[first:last], out[begin : begin + part.nbytes])
+            first, begin = last, begin + part.nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See :attr:`DecodedRef.scratch_bytes`."""
+        return max(map(_scratch_of, self.parts))
+
+
+class ColumnsRef(DecodedRef):
+    """A matrix with its columns in another order. order: Of equal runs of columns, which of the
+    source's stands at each place."""
+
+    __slots__ = ("matrix", "order")
+
+    def __init__(self, name: str, matrix: Ref, order: Sequence[int]) -> None:
+        self.matrix, self.order = matrix, tuple(order)
+        super().__init__(name, sources_of(matrix), dtype=matrix.dtype, shape=matrix.shape)
+
+    def rows(self, start: int, stop: int) -> ColumnsRef:
+        """See :meth:`Ref.rows`."""
+        name = f"{self.name}[{start}:{stop}]"
+        return ColumnsRef(name, self.matrix.rows(start, stop), self.order)
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`."""
+        matrix = np.empty_like(out)
+        _decode(self.matrix, raw, matrix)
+        count = len(self.order)
+        runs = self.shape[0], count, self.shape[1] * ITEMSIZE[self.dtype] // count
+        np.take(matrix.reshape(runs), self.order, axis=1, out=out.reshape(runs), mode="clip")
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See :attr:`DecodedRef.scratch_bytes`: the matrix once more."""
+        return self.nbytes + _scratch_of(self.matrix)
+
+
+class MappedRef(DecodedRef):
+    """float32 of a function of each number of a float tensor, computed in float64 and rounded once.
+
+    function: float64 -> float64.
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(
+        self, name: str, tensor: TensorRef, function: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        super().__init__(name, (tensor,), dtype="F32", shape=tensor.shape)
+        self.function = function
+
+    def rows(self, start: int, stop: int) -> MappedRef:
+        """See :meth:`Ref.rows`."""
+        part = self.sources[0].rows(start, stop)
+        return MappedRef(f"{self.name}[{start}:{stop}]", part, self.function)
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`.
+
+        Raises:
+            CheckpointError: A number of the file has no value.
+        """
+        source = self.sources[0]
+        with np.errstate(all="ignore"):
+            values = self.function(floats(raw[0], source.dtype).astype(np.float64))
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{source.file}: '{source.name}' has numbers that no model has there; the file is "
+                "damaged, download it again."
+            )
+        out[...] = encoded(values.astype(np.float32), "F32")
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See :attr:`DecodedRef.scratch_bytes`: float64, twice."""
+        return 2 * SCRATCH_PER_ELEMENT * prod(self.shape)
+
+
+def sources_of(ref: Ref) -> tuple[TensorRef, ...]:
+    """Return the byte ranges that a tensor is made of."""
+    return ref.sources if isinstance(ref, DecodedRef) else (cast("TensorRef", ref),)
+
+
+def _decode(ref: Ref, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Put the bytes of one part of another tensor into `out`."""
+    if isinstance(ref, DecodedRef):
+        ref.decode(raw, out)
+    else:
+        out[...] = raw[0]
+
+
+def _scratch_of(ref: Ref) -> int:
+    return ref.scratch_bytes if isinstance(ref, DecodedRef) else 0
 
 
 def row_chunks(rows: int, step: int) -> Iterator[tuple[int, int]]:

@@ -1,247 +1,49 @@
-"""GGUF files of Qwen3-MoE: metadata as config.json, tensors under Hugging Face's names.
+"""GGUF files: metadata as config.json, tensors under Hugging Face's names.
 
-Read with the `gguf` package (extra: gguf). Experts stream as byte ranges of the file. Where they
-are read, blocks become MLX's affine form: element = q * scale + bias in groups of 32.
-
-    Q8_0  32 elements: f16 d, int8 q                       8 bits  scale d, bias -128 d
-    Q4_K  256: f16 d, f16 m, 8 pairs of 6 bits, 4-bit q    4 bits  scale d s, bias -m t
-    Q5_K  256: the same and a fifth bit apart              5 bits
-    Q6_K  256: 6-bit q, int8 scale for each 16, f16 d      8 bits, quantised anew
-
-The first three are exact: scales and biases are products of few bits, kept in float32. Groups of
-16 do not exist in MLX: Q6_K is quantised anew, with an error of at most half a 255th of the range
-of 32 elements.
-
-Source: the block layouts of ggml (`ggml-common.h`, `ggml-quants.c`).
+Read with the `gguf` package (extra: gguf). Experts stream as byte ranges of the file. What names
+and metadata mean, and what the converter did to values, is in
+:mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`; blocks of quantised tensors are in
+:mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mlx_moeflux.checkpoint.files import opened
-from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
+from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
+from mlx_moeflux.checkpoint.formats.gguf_architectures import (
+    ARCHITECTURES,
+    EXPERTS,
+    Architecture,
+    Ranges,
+    Target,
+)
+from mlx_moeflux.checkpoint.formats.gguf_blocks import (
+    GROUP,
+    KINDS,
+    BlockKind,
+    BlocksRef,
+    BlockValuesRef,
+)
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
-from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, in_block_order
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
+from mlx_moeflux.checkpoint.formats.gguf_header import Header, shown
+from mlx_moeflux.checkpoint.formats.gguf_metadata import Config
+from mlx_moeflux.checkpoint.names import in_block_order
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, Ref, StackedRefs, TensorRef
 from mlx_moeflux.checks import is_shape
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
-GROUP = 32
-# Decoded together: float32 values of Q6_K, codes, words that are packed.
-ELEMENTS_AT_ONCE = 1 << 15
-SCRATCH_PER_ELEMENT = 32
-
-Affine = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """One type of block.
-
-    elements, nbytes: Of a block.
-    bits: Of the affine form.
-    codes: blocks ``[n, nbytes]`` uint8 -> q ``[n, elements]`` uint8.
-    affine: blocks -> scales and biases ``[n, elements / 32]`` float32.
-    exact: Whether nothing is lost.
-    """
-
-    name: str
-    elements: int
-    nbytes: int
-    bits: int
-    codes: Callable[[np.ndarray], np.ndarray]
-    affine: Callable[[np.ndarray], Affine]
-    exact: bool = True
-
-
-class BlocksRef(DecodedRef):
-    """One part of the affine form of a matrix whose rows are blocks.
-
-    source: ``[R, bytes of a row]`` U8. part: ``weight`` (U32), ``scales`` or ``biases`` (F32).
-    """
-
-    __slots__ = ("kind", "part", "width")
-
-    def __init__(self, name: str, source: TensorRef, *, kind: BlockKind, part: str) -> None:
-        rows, row_bytes = source.shape
-        if row_bytes % kind.nbytes:
-            raise CheckpointError(
-                f"{source.file}: a row of '{name}' has {row_bytes} bytes, no whole blocks of "
-                f"{kind.name}."
-            )
-        self.kind, self.part = kind, part
-        self.width = row_bytes // kind.nbytes * kind.elements
-        columns = self.width * kind.bits // 32 if part == "weight" else self.width // GROUP
-        dtype = "U32" if part == "weight" else "F32"
-        super().__init__(f"{name}.{part}", (source,), dtype=dtype, shape=(rows, columns))
-
-    @classmethod
-    def parts(cls, name: str, source: TensorRef, kind: BlockKind) -> dict[str, TensorRef]:
-        """All three of one matrix, by part."""
-        parts = {part: cls(name, source, kind=kind, part=part) for part in PARTS}
-        # Readers ask for what both kinds of reference have.
-        return cast("dict[str, TensorRef]", parts)
-
-    def rows(self, start: int, stop: int) -> BlocksRef:
-        """See :meth:`DecodedRef.rows`."""
-        self._check_rows(start, stop)
-        name = f"{self.name.removesuffix(f'.{self.part}')}[{start}:{stop}]"
-        return BlocksRef(name, self.sources[0].rows(start, stop), kind=self.kind, part=self.part)
-
-    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """See :meth:`DecodedRef.decode`."""
-        rows, kind = self.shape[0], self.kind
-        blocks = raw[0].reshape(rows, -1, kind.nbytes)
-        out = out.reshape(rows, -1)
-        for start, stop in row_chunks(rows, ELEMENTS_AT_ONCE // self.width):
-            some = blocks[start:stop].reshape(-1, kind.nbytes)
-            if self.part == "weight":
-                out[start:stop] = pack(kind.codes(some), kind.bits).reshape(stop - start, -1)
-            else:
-                values = np.ascontiguousarray(kind.affine(some)[self.part == "biases"])
-                out[start:stop] = values.view(np.uint8).reshape(stop - start, -1)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See :attr:`DecodedRef.scratch_bytes`."""
-        elements = min(self.shape[0] * self.width, ELEMENTS_AT_ONCE + self.width)
-        return SCRATCH_PER_ELEMENT * elements
-
-
-def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """q ``[n, elements]`` uint8 -> MLX's bytes ``[n, elements * bits / 8]``, low bits first."""
-    if bits == 8:
-        return codes
-    if bits == 4:
-        return codes[:, 0::2] | codes[:, 1::2] << 4
-    # Eight elements fill `bits` bytes.
-    eight = codes.reshape(len(codes), -1, 8).astype(np.uint64)
-    words = (eight << (np.uint64(bits) * np.arange(8, dtype=np.uint64))).sum(axis=-1)
-    return words.astype("<u8")[..., None].view(np.uint8)[..., :bits].reshape(len(codes), -1)
-
-
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at byte `at` of each block, as float32 ``[n, 1]``."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
-
-
-def _q8_codes(blocks: np.ndarray) -> np.ndarray:
-    return blocks[:, 2:] ^ 0x80
-
-
-def _q8_affine(blocks: np.ndarray) -> Affine:
-    d = _half(blocks, 0)
-    return d, -128 * d
-
-
-def _k_affine(blocks: np.ndarray) -> Affine:
-    """Scales and minima have six bits. Of the 12 bytes behind the two halves, eight hold four of
-    each in their low six bits; of the other four the low halves, then the high ones on top."""
-    low, high, both = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
-    scales = np.concatenate([low & 63, both & 15 | (low >> 6) << 4], axis=1)
-    minima = np.concatenate([high & 63, both >> 4 | (high >> 6) << 4], axis=1)
-    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
-
-
-def _nibbles(stored: np.ndarray) -> np.ndarray:
-    """Stretches of 32 bytes ``[n, 128]``: their low nibbles are 32 elements, their high ones the
-    next 32."""
-    stretch = stored.reshape(len(stored), -1, 1, 32)
-    return np.concatenate([stretch & 15, stretch >> 4], axis=2).reshape(len(stored), -1)
-
-
-def _q4_codes(blocks: np.ndarray) -> np.ndarray:
-    return _nibbles(blocks[:, 16:])
-
-
-def _q5_codes(blocks: np.ndarray) -> np.ndarray:
-    # Bit g of byte i is the fifth bit of element i of group g.
-    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return _nibbles(blocks[:, 48:]) | fifth.reshape(len(blocks), -1) << 4
-
-
-def q6_values(blocks: np.ndarray) -> np.ndarray:
-    """Blocks of Q6_K ``[n, 210]`` -> elements ``[n, 256]`` float32."""
-    n = len(blocks)
-    low = blocks[:, :128].reshape(n, 2, 2, 32)  # halves of 128 elements, two stretches of bytes
-    high = blocks[:, 128:192].reshape(n, 2, 1, 32)
-    nibbles = np.concatenate([low & 15, low >> 4], axis=2)  # [n, 2, 4, 32]
-    pairs = high >> (2 * np.arange(4, dtype=np.uint8))[:, None] & 3
-    q = (nibbles | pairs << 4).reshape(n, 16, 16).astype(np.float32) - 32
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return (_half(blocks, 208) * scales)[..., None].astype(np.float32) * q
-
-
-def _q6_affine(blocks: np.ndarray) -> Affine:
-    groups = q6_values(blocks).reshape(len(blocks), -1, GROUP)
-    low, high = groups.min(axis=-1), groups.max(axis=-1)
-    return ((high - low) / np.float32(255)).astype(np.float32), low
-
-
-def _q6_codes(blocks: np.ndarray) -> np.ndarray:
-    scales, biases = _q6_affine(blocks)
-    groups = q6_values(blocks).reshape(len(blocks), -1, GROUP)
-    steps = np.where(scales == 0, np.float32(1), scales)[..., None]
-    q = np.rint((groups - biases[..., None]) / steps)
-    return np.clip(q, 0, 255).astype(np.uint8).reshape(len(blocks), -1)
-
-
-KINDS = {
-    "Q8_0": BlockKind("Q8_0", 32, 34, 8, _q8_codes, _q8_affine),
-    "Q4_K": BlockKind("Q4_K", 256, 144, 4, _q4_codes, _k_affine),
-    "Q5_K": BlockKind("Q5_K", 256, 176, 5, _q5_codes, _k_affine),
-    "Q6_K": BlockKind("Q6_K", 256, 210, 8, _q6_codes, _q6_affine, exact=False),
-}
-"""By GGUF's name."""
-
-
-ARCHITECTURE = "qwen3moe"
 # Of a header: Qwen3 has 150,000 tokens, and as many types and merges.
 MOST_VALUES = 700_000
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_EXPERTS = {f"ffn_{p.removesuffix('_proj')}_exps": p for p in PROJECTIONS}
-# config.json's key -> GGUF's, behind the architecture.
-_KEYS = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "intermediate_size": "feed_forward_length",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "max_position_embeddings": "context_length",
-}
 
 
 @dataclass
@@ -275,12 +77,19 @@ def open_gguf(path: Path) -> GgufFile:
     headers = [_metadata(reader, file) for file, reader in readers]
     check_shards(files, headers)
     metadata = headers[0]
-    architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
+    name = metadata.get("general.architecture")
+    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if architecture is None or not isinstance(name, str):
         raise UnsupportedError(
-            f"{path}: the architecture is {architecture!r}; of GGUF only {ARCHITECTURE!r} is read."
+            f"{path}: the architecture is {shown(name)}; of GGUF are read "
+            f"{', '.join(ARCHITECTURES)}."
         )
+    header = Header(path, name, metadata)
+    config = architecture.config(header)
     found = GgufFile(path, {}, {}, {}, metadata)
+    taken: _Taken = {}
+    # Layers of multi-token prediction lie behind the others.
+    predicted = range(config["num_hidden_layers"], header.number("block_count"))
     for file, reader in readers:
         size = file.stat().st_size
         for tensor in reader.tensors:
@@ -289,9 +98,11 @@ def open_gguf(path: Path) -> GgufFile:
                     f"{file}: '{tensor.name}' ends behind the file's {size} bytes; the file is "
                     "truncated, download it again."
                 )
-            _take(found, tensor, file)
+            _take(found, taken, tensor, file, architecture, predicted)
+    for target, sources in taken.items():
+        found.tensors |= _made(target, sources, config, found)
     found.blocks = in_block_order(found.blocks)
-    found.config = _config(found, path)
+    found.config = _finished(architecture, config, found, path)
     return found
 
 
@@ -355,93 +166,244 @@ def _metadata(reader, path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: the metadata cannot be read ({error}).") from error
 
 
-def _take(found: GgufFile, tensor, file: Path) -> None:
+class _Stored(NamedTuple):
+    """A tensor of a file. raw: Its numbers, or U8 rows of its blocks. kind: None for numbers.
+    shape: In elements."""
+
+    raw: TensorRef
+    kind: BlockKind | None
+    shape: tuple[int, ...]
+
+    def wrong(self, what: str) -> CheckpointError:
+        """Return an error that names the tensor and its shape."""
+        return CheckpointError(
+            f"{self.raw.file}: '{self.raw.name}' has shape {list(self.shape)}, {what}; download it "
+            "again."
+        )
+
+
+_Taken = dict[str, dict[int, tuple[Target, _Stored]]]
+"""Name of a parameter -> place -> what it is made of."""
+
+
+def _take(
+    found: GgufFile,
+    taken: _Taken,
+    tensor: Any,
+    file: Path,
+    architecture: Architecture,
+    predicted: range,
+) -> None:
     """Put one tensor of a file where it belongs."""
-    match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)", tensor.name)
-    if match is None or match[2] not in _NAMES | _EXPERTS:
-        raise CheckpointError(f"{file}: the tensor '{tensor.name}' is none of Qwen3-MoE's.")
-    prefix = "" if match[1] is None else f"model.layers.{match[1]}."
+    match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?([\w.]+)", tensor.name)
+    layer = None if match is None or match[1] is None else int(match[1])
+    if layer is not None and layer in predicted:
+        return
+    name = "" if match is None else match[2]
+    stem, _, suffix = name.rpartition(".")
+    experts = EXPERTS.get(stem) if suffix in ("weight", "bias") and layer is not None else None
+    targets = [] if experts is not None else architecture.targets(name)
+    if not targets and experts is None:
+        raise CheckpointError(
+            f"{file}: the tensor '{tensor.name}' is none of {architecture.published}'s that are "
+            "read here."
+        )
+    stored = _stored(tensor, file)
+    if experts is not None:
+        _take_experts(found, layer or 0, experts, suffix, stored)
+        return
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    for target in targets:
+        places = taken.setdefault(f"{prefix}{target.name}", {})
+        if target.place in places:
+            other = places[target.place][1].raw.name
+            raise CheckpointError(
+                f"{file}: '{tensor.name}' and '{other}' are both '{prefix}{target.name}'; "
+                "download the file again."
+            )
+        places[target.place] = target, stored
+
+
+def _stored(tensor: Any, file: Path) -> _Stored:
+    """Return the place, type and shape of one tensor."""
     shape = [int(n) for n in reversed(tensor.shape)]
     if not is_shape(shape):
         raise CheckpointError(f"{file}: '{tensor.name}' has {len(shape)} axes; download it again.")
     shape = tuple(shape)
-    kind = tensor.tensor_type.name
-    if kind not in PLAIN and kind not in KINDS:
+    name = tensor.tensor_type.name
+    if name not in PLAIN and name not in KINDS:
         raise UnsupportedError(
-            f"{file}: '{tensor.name}' is {kind}; only {', '.join([*KINDS, *PLAIN])} are decoded."
+            f"{file}: '{tensor.name}' is {name}; only {', '.join([*KINDS, *PLAIN])} are decoded."
         )
-    if kind in KINDS and not KINDS[kind].exact:
-        found.requantised[tensor.name] = kind
-    stored = shape
-    if kind in KINDS:
-        stored = (*shape[:-1], shape[-1] // KINDS[kind].elements * KINDS[kind].nbytes)
-    raw = TensorRef(tensor.name, file, int(tensor.data_offset), PLAIN.get(kind, "U8"), stored)
-    if prod(raw.shape) and raw.nbytes != int(tensor.n_bytes):
+    kind = KINDS.get(name)
+    rows = shape
+    if kind is not None:
+        rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes)
+    raw = TensorRef(tensor.name, file, int(tensor.data_offset), PLAIN.get(name, "U8"), rows)
+    stored = _Stored(raw, kind, shape)
+    if prod(rows) and raw.nbytes != int(tensor.n_bytes):
         raise CheckpointError(
             f"{file}: '{tensor.name}' has {tensor.n_bytes} bytes, its shape {list(shape)} in "
-            f"{kind} needs {raw.nbytes}."
+            f"{name} needs {raw.nbytes}."
         )
-    if match[2] in _EXPERTS:
-        _take_experts(found, int(match[1] or 0), _EXPERTS[match[2]], raw, kind)
-        return
-    name = f"{prefix}{_NAMES[match[2]]}"
-    if kind in PLAIN:
-        found.tensors[f"{name}.{match[3]}"] = raw
-    elif len(raw.shape) != 2:
-        raise CheckpointError(
-            f"{file}: '{tensor.name}' has shape {list(shape)}, no matrix's; download it again."
-        )
-    else:
-        parts = BlocksRef.parts(name, raw, KINDS[kind])
-        found.tensors |= {f"{name}.{part}": ref for part, ref in parts.items()}
+    if kind is not None and len(shape) < 2:
+        raise stored.wrong("no matrix's")
+    return stored
 
 
-def _take_experts(found: GgufFile, layer: int, projection: str, raw: TensorRef, kind: str) -> None:
-    if len(raw.shape) != 3 or not raw.shape[0]:
-        raise CheckpointError(f"{raw.file}: '{raw.name}' has shape {list(raw.shape)}, not three.")
+def _take_experts(
+    found: GgufFile, layer: int, projections: tuple[str, ...], suffix: str, stored: _Stored
+) -> None:
+    """Put a stack of experts, whose rows the projections share, into the layer."""
+    raw, kind = stored.raw, stored.kind
+    axes = 3 if suffix == "weight" else 2
+    if len(raw.shape) != axes or not raw.shape[0] or raw.shape[1] % len(projections):
+        raise stored.wrong(f"not {axes} axes with the rows of {' and '.join(projections)}")
+    if kind is not None and suffix == "bias":
+        raise UnsupportedError(f"{raw.file}: '{raw.name}' is {kind.name}; biases are numbers.")
     components = found.blocks.setdefault(layer, {})
-    stacked = StackedRefs(raw)
-    if kind in PLAIN:
-        components[f"{projection}.weight"] = stacked
-        return
-    experts = [BlocksRef.parts(raw.name, ref, KINDS[kind]) for ref in stacked]
-    for part in PARTS:
-        components[f"{projection}.{part}"] = tuple(parts[part] for parts in experts)
+    rows = raw.shape[1] // len(projections)
+    for i, projection in enumerate(projections):
+        window = (i * rows, (i + 1) * rows) if len(projections) > 1 else None
+        stack: ExpertRefs = StackedRefs(raw, window)
+        made: dict[str, ExpertRefs] = {suffix: stack}
+        if kind is not None:
+            _note(found, stored)
+            each = [BlocksRef.parts(raw.name, ref, kind) for ref in stack]
+            made = {part: tuple(parts[part] for parts in each) for part in kind.parts}
+        for part, refs in made.items():
+            name = f"{projection}.{part}"
+            if name in components:
+                raise CheckpointError(
+                    f"{raw.file}: layer {layer} has '{name}' of its experts twice, once in "
+                    f"'{raw.name}'; download the file again."
+                )
+            components[name] = refs
 
 
-def _config(found: GgufFile, path: Path) -> dict[str, Any]:
-    """The metadata under config.json's keys."""
-    config: dict[str, Any] = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    for key, theirs in _KEYS.items():
-        value = found.metadata.get(f"{ARCHITECTURE}.{theirs}")
-        if value is None and key == "intermediate_size":
-            value = found.metadata.get(f"{ARCHITECTURE}.expert_feed_forward_length")
-        if value is None:
-            raise ConfigError(f"{path}: the metadata lacks '{ARCHITECTURE}.{theirs}'.")
-        if type(value) not in (int, float):
-            raise ConfigError(f"{path}: '{ARCHITECTURE}.{theirs}' is {value!r}; expected a number.")
-        config[key] = value
+def _note(found: GgufFile, stored: _Stored) -> None:
+    """Remember a tensor whose blocks are not read exactly."""
+    if stored.kind is not None and not stored.kind.exact:
+        found.requantised[stored.raw.name] = stored.kind.name
+
+
+def _made(
+    name: str, places: Mapping[int, tuple[Target, _Stored]], config: Config, found: GgufFile
+) -> dict[str, TensorRef]:
+    """Return one parameter, or the parts of a quantised one, by name."""
+    sources = [places[place] for place in sorted(places)]
+    target, stored = sources[0]
+    if target.table:
+        name = _take_table(name, stored, config)
+    kinds = {(stored.kind, stored.raw.dtype) for _, stored in sources}
+    if any(other.shape[1:] != stored.shape[1:] for _, other in sources):
+        raise stored.wrong("and what belongs to it has other rows")
+    # Of different types there is no quantised form together.
+    parts = [_parts(*source, config, floats=len(kinds) > 1) for source in sources]
+    if len(parts[0]) > 1:
+        for _, each in sources:
+            _note(found, each)
+    made: dict[str, Ref] = {}
+    for part in parts[0]:
+        refs = [each[part] for each in parts]
+        whole = f"{name.removesuffix('.weight')}.{part}" if len(parts[0]) > 1 else name
+        made[whole] = refs[0] if len(refs) == 1 else JoinedRef(whole, refs)
+    # Readers ask for what both kinds of reference have.
+    return cast("dict[str, TensorRef]", made)
+
+
+def _take_table(name: str, stored: _Stored, config: Config) -> str:
+    """Return the name of a table of n-grams in its layer; `config` gets the rows up to which it is
+    filled."""
+    layers = config.get("ple_layer_ids")
+    if not layers:
+        raise stored.wrong("but the metadata name no layer that reads it")
+    config["make_ngram_vocab_size_divisible_by"] = stored.shape[0]
+    return name.format(ple=layers[0] - 1)
+
+
+def _parts(target: Target, stored: _Stored, config: Config, *, floats: bool) -> dict[str, Ref]:
+    """Return part -> reference of what one tensor of the file gives, one part if it is not
+    quantised. floats: In float32."""
+    raw, kind = stored.raw, stored.kind
+    columns = _order(target.columns, config, stored, axis=-1)
+    width = columns[0][1] - columns[0][0] if columns else GROUP
+    ref: Ref = raw
+    if kind is not None and not (floats or target.values or width % GROUP):
+        parts: dict[str, Ref] = {**BlocksRef.parts(raw.name, raw, kind)}
+    else:
+        if kind is not None:
+            ref = BlockValuesRef(raw.name, raw, kind=kind)
+            if target.values is not None:
+                raise stored.wrong(f"and is {kind.name} where numbers are")
+        elif target.values is not None:
+            ref = MappedRef(raw.name, raw, target.values)
+        elif floats and raw.dtype != "F32":
+            ref = MappedRef(raw.name, raw, np.positive)
+        elif target.row and len(raw.shape) == 1:
+            ref = replace(raw, shape=(1, *raw.shape))
+        parts = {"weight": ref}
+    if rows := _order(target.rows, config, stored, axis=0):
+        parts = {
+            part: JoinedRef(ref.name, [ref.rows(*some) for some in rows])
+            for part, ref in parts.items()
+        }
+    if columns:
+        order = [start // width for start, _ in columns]
+        parts = {part: ColumnsRef(ref.name, ref, order) for part, ref in parts.items()}
+    return parts
+
+
+def _order(
+    order: Callable[[Config, int], Ranges] | None, config: Config, stored: _Stored, *, axis: int
+) -> Ranges:
+    """Return the ranges of a tensor's rows or columns in our order; none if all stay where they
+    are.
+
+    Raises:
+        CheckpointError: The sizes of the metadata do not fit the tensor.
+    """
+    if order is None:
+        return []
+    count = stored.shape[axis] if len(stored.shape) >= (2 if axis else 1) else 0
+    try:
+        ranges = order(config, count)
+    except (TypeError, OverflowError):
+        ranges = []
+    if not ranges or not all(0 <= start <= stop <= count for start, stop in ranges):
+        raise stored.wrong("which does not fit the heads of the metadata")
+    return [] if ranges == sorted(ranges) and ranges[-1][1] == count == _total(ranges) else ranges
+
+
+def _total(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _finished(
+    architecture: Architecture, config: Config, found: GgufFile, path: Path
+) -> dict[str, Any]:
+    """Return config.json, with what the tensors say."""
     layers, tensors = config["num_hidden_layers"], len(found.tensors)
-    if type(layers) is not int or layers > tensors:
+    if layers > tensors:
         raise ConfigError(
-            f"{path}: '{ARCHITECTURE}.block_count' is {layers}, but the file has {tensors} tensors "
-            "besides experts; download it again."
+            f"{path}: 'block_count' of the metadata makes {layers} layers, but the file has "
+            f"{tensors} tensors besides experts; download it again."
         )
-    _check_rotated(found.metadata, config["head_dim"], path)
-    config["rope_scaling"] = _rope_scaling(found.metadata, path)
-    for row in ("weight", "scales"):
-        if f"model.embed_tokens.{row}" in found.tensors:
-            config["vocab_size"] = found.tensors[f"model.embed_tokens.{row}"].shape[0]
-    if "vocab_size" not in config:
+    if "model.embed_tokens.weight" not in found.tensors:
         raise CheckpointError(f"{path} has no tensor 'token_embd.weight'.")
-    dense = sorted(set(range(config["num_hidden_layers"])) - set(found.blocks))
-    return config | {
-        "mlp_only_layers": dense,
-        # llama.cpp divides by the sum in this architecture and ignores the file.
-        "norm_topk_prob": True,
+    config = config | {"vocab_size": found.tensors["model.embed_tokens.weight"].shape[0]}
+    for key, name in architecture.present.items():
+        ends = f".{name}"
+        config[key] = any(tensor.endswith(ends) for tensor in found.tensors)
+    if architecture.dense:
+        config["mlp_only_layers"] = sorted(set(range(layers)) - set(found.blocks))
+    whole = {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.published],
         "tie_word_embeddings": "lm_head.weight" not in found.tensors,
         "eos_token_id": end_ids(found.metadata),
     }
+    return whole | {"text_config": config} if architecture.wrapped else config | whole
 
 
 def end_ids(metadata: dict[str, Any]) -> list[int]:
@@ -453,56 +415,3 @@ def end_ids(metadata: dict[str, Any]) -> list[int]:
     size = len(tokens) if isinstance(tokens, list) else MOST_VALUES
     found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < size))
-
-
-def _check_rotated(metadata: dict[str, Any], head_dim: Any, path: Path) -> None:
-    key = f"{ARCHITECTURE}.rope.dimension_count"
-    if key in metadata and metadata[key] != head_dim:
-        raise UnsupportedError(
-            f"{path}: '{key}' is {metadata[key]!r}; only all {head_dim} dimensions of a head are "
-            "rotated."
-        )
-
-
-# GGUF's keys of the group rope.scaling -> config.json's.
-_SCALING = {
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-
-
-def _rope_scaling(metadata: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return ``rope_scaling`` of config.json, None for a plain rope.
-
-    Defaults and the attention factor are llama.cpp's: YaRN's own factor times two of the file.
-
-    Raises:
-        ConfigError: A value is no number.
-        UnsupportedError: The scaling is another than YaRN's.
-    """
-    group = f"{ARCHITECTURE}.rope.scaling."
-    found = {k.removeprefix(group): v for k, v in metadata.items() if k.startswith(group)}
-    factor = found.setdefault("factor", metadata.get(f"{ARCHITECTURE}.rope.scale_linear", 1.0))
-    kind = found.pop("type", "linear")
-    found.pop("finetuned", None)
-    for key, value in found.items():
-        if type(value) not in (int, float):
-            raise ConfigError(f"{path}: '{group}{key}' is {value!r}; expected a number.")
-    if kind == "none" or (kind == "linear" and factor in (0, 1)):
-        return None
-    if kind != "yarn":
-        raise UnsupportedError(f"{path}: '{group}type' is {kind!r}; only 'yarn' is computed.")
-    attention = found.pop("attn_factor", 1.0) * found.pop("yarn_attn_factor", 1.0)
-    if (extrapolation := found.pop("yarn_ext_factor", 1.0)) not in (1, -1):
-        raise UnsupportedError(
-            f"{path}: '{group}yarn_ext_factor' is {extrapolation}; only 1 is computed."
-        )
-    if unknown := [key for key, value in found.items() if key not in _SCALING and value]:
-        raise UnsupportedError(f"{path}: nothing here computes '{group}{unknown[0]}'.")
-    scaling = {ours: found[theirs] for theirs, ours in _SCALING.items() if theirs in found}
-    scaling["rope_type"] = kind
-    if attention != 1:
-        scaling["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1)))
-    return scaling

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, sources_of
+from mlx_moeflux.checkpoint.formats.gguf_blocks import BlockKind, BlocksRef
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, TensorRef, mlx_dtype
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef, mlx_dtype
 from mlx_moeflux.checks import check_integer
 from mlx_moeflux.errors import CheckpointError, InputError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import Run
@@ -88,13 +90,15 @@ class _Part(NamedTuple):
 class RowTable:
     """A table ``[rows, width]`` whose rows are read when asked for. Any thread may use it.
 
-    rows, width: Its rows, and the numbers of one. dtype: Of the weight, or of the scales.
+    rows, width: Its rows, and the numbers of one. dtype: Of the weight, or of the scales. blocks:
+    GGUF's type of them, or None.
     row_bytes, nbytes: Bytes of one row and of all in the files. memory_bytes: That it comes to
     hold.
 
     Args:
         shards: Part -> tensor, of consecutive rows: ``weight`` ``[R, width]`` in a float dtype; or
-            ``weight``, ``scales`` and ``biases`` of an affine quantisation.
+            ``weight``, ``scales`` and ``biases`` of an affine quantisation. Those of GGUF's blocks
+            are read as blocks, and their rows come in float32.
         spec: The quantisation, or None.
         memory_bytes: Of recent rows and their index. A call has buffers of its rows besides, and
             each thread one of a run.
@@ -126,15 +130,16 @@ class RowTable:
         self._parts: list[_Part] = []
         self.row_bytes = 0
         files: dict[Path, int] = {}
-        for part in PARTS if spec else PARTS[:1]:
-            refs = [shard[part] for shard in shards]
+        self.blocks = _blocks_of(shards, name)
+        for part in PARTS if spec and self.blocks is None else PARTS[:1]:
+            refs = [sources_of(shard[part])[0] for shard in shards]
             dtype, size, begin = mlx_dtype(refs[0].dtype), ITEMSIZE[refs[0].dtype], self.row_bytes
             self.row_bytes += refs[0].shape[1] * size
             where = np.array([files.setdefault(Path(ref.file), len(files)) for ref in refs])
             offsets = np.array([ref.offset for ref in refs], np.int64)
             bits = np.dtype(f"u{size}")
             self._parts.append(_Part(dtype, bits, begin, self.row_bytes, where, offsets))
-        self.dtype: mx.Dtype = self._parts[-1].dtype
+        self.dtype: mx.Dtype = mx.float32 if self.blocks else self._parts[-1].dtype
         self.nbytes = self.rows * self.row_bytes
         # No interrupt falls between taking a plain lock and the block of its `with`.
         self._lock, self._closed, self._stats = threading.Lock(), False, RowStats()
@@ -236,6 +241,9 @@ class PendingRows:
         places, shape = self._places.reshape(-1), (*self._places.shape, table.width)
         if not places.size:
             return mx.zeros(shape, table.dtype)
+        if table.blocks is not None:
+            values = table.blocks.floats(self._data.reshape(-1, table.blocks.nbytes))
+            return mx.array(values.reshape(-1, table.width)[places]).reshape(shape)
         arrays = []
         for part in table._parts:
             raw = self._data[places, part.begin : part.end].view(part.bits)
@@ -331,6 +339,22 @@ class PendingRows:
         found = buffer.reshape(-1, part.end - part.begin)
         local = self._local[start:stop]
         self._data[self._missing[start:stop], part.begin : part.end] = found[local - local[0]]
+
+
+def _blocks_of(shards: Sequence[Shard], name: str) -> BlockKind | None:
+    """Return the type of GGUF's blocks that all shards are stored in, or None.
+
+    Raises:
+        UnsupportedError: They are decoded in another way.
+    """
+    weights: list[Ref] = [shard["weight"] for shard in shards]
+    if not any(isinstance(weight, DecodedRef) for weight in weights):
+        return None
+    kinds = {weight.kind if isinstance(weight, BlocksRef) else None for weight in weights}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        raise UnsupportedError(f"{name} is stored in a form whose rows cannot be read alone.")
+    return kind
 
 
 def _checked_width(shards: Sequence[Shard], spec: QuantSpec | None, name: str) -> int:

@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.formats.decoded import JoinedRef
+from mlx_moeflux.checkpoint.formats.gguf_blocks import KINDS, BlocksRef
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, InputError, UnsupportedError
@@ -470,6 +473,28 @@ def test_shards_that_do_not_fit_are_one_line(small, index, part, fields):
     small.shards = changed_part(small.shards, index, part, **fields)
     with pytest.raises(CheckpointError, match=rf"^/.*: '\d.\w+' is \w+ \[.*\], but {NAME} needs"):
         small.open()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_1"])
+def test_rows_in_blocks_of_gguf(tmp_path, kind):
+    """Oracle: the `gguf` package. Rows are kept as blocks."""
+    gguf = pytest.importorskip("gguf", reason="extra: gguf")
+    values = np.random.default_rng(7).standard_normal((211, 160)).astype(np.float32)
+    qtype = gguf.GGMLQuantizationType[kind]
+    raw = gguf.quantize(values, qtype)
+    (tmp_path / "t").write_bytes(bytes(13) + raw.tobytes())
+    source = TensorRef("t", tmp_path / "t", 13, "U8", raw.shape)
+    shards = [BlocksRef.parts("t", source, KINDS[kind])]
+    spec, ids = QuantSpec(KINDS[kind].bits, 32), np.array([[3, 210, 3], [0, 77, 9]])
+    with closing(RowTable(shards, spec, name=NAME, threads=2)) as table:
+        expected = gguf.dequantize(raw, qtype)[ids]
+        for _ in range(2):
+            assert np.array_equal(np.array(table.take(ids)), expected)
+        stats = table.stats()
+        assert (table.row_bytes, stats.hits, stats.misses) == (raw.shape[1], 5, 5)
+    whole = [{part: JoinedRef("t", [ref]) for part, ref in shards[0].items()}]
+    with pytest.raises(UnsupportedError, match="rows cannot be read alone"):
+        RowTable(whole, spec, name=NAME, threads=2)
 
 
 def test_wrong_arguments_are_one_line(small, tmp_path):
