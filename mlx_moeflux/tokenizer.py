@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object, read_whole
-from mlx_moeflux.checkpoint.formats.gguf import end_ids, gguf_metadata
+from mlx_moeflux.checkpoint.formats.gguf import gguf_metadata
 from mlx_moeflux.checkpoint.formats.gguf_files import find_gguf
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import (
-    named_ends,
+    end_ids,
     tokenizer_config,
     tokenizer_json,
 )
@@ -303,7 +303,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         if (directory / name).exists():
             config |= read_json_object(directory / name, error=ConfigError)
     config |= overrides
-    eos = named_ends(metadata) | set(end_ids(metadata))
+    eos = set(end_ids(metadata))
     for name in ("config.json", "generation_config.json"):
         if (directory / name).exists():
             raw = read_json_object(directory / name, error=ConfigError)

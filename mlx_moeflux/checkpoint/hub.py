@@ -33,7 +33,6 @@ from mlx_moeflux.checkpoint.formats.gguf_files import (
     entries_of,
     find_gguf,
     refuse_other_files,
-    require_package,
 )
 from mlx_moeflux.errors import (
     CheckpointError,
@@ -273,7 +272,6 @@ def _ask(repo_id: str, revision: str | None, chosen: str | None) -> Path | _Remo
     if chosen is not None or not has_weights:
         gguf = choose(repo_id, ggufs, chosen)
     if gguf is not None:
-        require_package(repo_id)
         files = [*others, *gguf.files]
     else:
         _refuse_what_is_no_model(repo_id, sizes, ggufs)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.formats import gguf
+from mlx_moeflux.checkpoint.formats.gguf_container import read_container
 from tests.checkpoint import foreign
 
 V, C, L, E, K, F, H, HKV, D = 320, 256, 3, 5, 2, 512, 4, 2, 64
@@ -217,3 +219,10 @@ def write(
     }
     (out / "config.json").write_text(json.dumps(config))
     return path
+
+
+def carry(monkeypatch, metadata: Mapping[str, Any]) -> None:
+    """Make every file have these metadata."""
+    monkeypatch.setattr(
+        gguf, "read_container", lambda file: read_container(file)._replace(metadata=metadata)
+    )

@@ -20,7 +20,7 @@ from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, Unsup
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import MODEL_TYPES
 
-gguf = pytest.importorskip("gguf", reason="extra: gguf")
+gguf = pytest.importorskip("gguf")
 
 from tests.checkpoint import foreign  # noqa: E402
 from tests.checkpoint.gguf_converted import (  # noqa: E402
@@ -32,6 +32,7 @@ from tests.checkpoint.gguf_converted import (  # noqa: E402
     write_gguf,
     write_meaning,
 )
+from tests.checkpoint.gguf_files import carry  # noqa: E402
 from tests.models.twins import GOLDEN, limit, relative_error, smallest_memory  # noqa: E402
 
 # Twin -> family, and what the file cannot say: llama.cpp computes one value of it.
@@ -456,7 +457,7 @@ def files(tmp_path_factory):
 def test_metadata_that_is_not_read_is_one_line(files, monkeypatch, name, key, value, kind, words):
     changed = {k: v for k, v in ours.gguf_metadata(files[name]).items() if k != key}
     changed |= {} if value is None else {key: value}
-    monkeypatch.setattr(ours, "_metadata", lambda *_: changed)
+    carry(monkeypatch, changed)
     refused(files[name], kind, words)
 
 
@@ -472,7 +473,7 @@ def test_metadata_that_is_no_model_is_one_line(files, monkeypatch, name):
     for key in right:
         for value in WRONG:
             changed = right | {key: value}
-            monkeypatch.setattr(ours, "_metadata", lambda *_, changed=changed: changed)
+            carry(monkeypatch, changed)
             try:
                 load_model(files[name], expert_memory="100%", expert_threads=1).close()
                 loaded += 1
@@ -512,5 +513,5 @@ def test_tensors_that_nobody_knows_are_one_line(tmp_path):
 def test_tables_that_are_not_read_are_one_line(tmp_path, monkeypatch, more, words):
     path, _ = rows_twin(tmp_path / "m.gguf")
     right = ours.gguf_metadata(path)
-    monkeypatch.setattr(ours, "_metadata", lambda *_: right | more)
+    carry(monkeypatch, right | more)
     refused(path, (ConfigError, UnsupportedError, CheckpointError), words)

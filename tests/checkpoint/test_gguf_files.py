@@ -30,7 +30,7 @@ from mlx_moeflux.errors import (
 from mlx_moeflux.loading import load, load_model
 from mlx_moeflux.tokenizer import load_tokenizer
 
-pytest.importorskip("gguf", reason="extra: gguf")
+pytest.importorskip("gguf")
 
 from tests.checkpoint import gguf_files
 from tests.checkpoint.local_hub import COMMIT, local_hub

@@ -225,14 +225,6 @@ def test_of_a_chosen_gguf_model_only_its_files_are_asked_for(more, by, hub):
     assert hub.asked == []
 
 
-def test_the_package_that_reads_gguf_is_asked_for_before_the_download(hub, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    hub.files = dict(GGUFS)
-    with pytest.raises(UnsupportedError, match=r"org/name needs .* 'mlx_moeflux\[gguf\]'"):
-        resolve("org/name:Q8_0")
-    assert hub.asked == []
-
-
 def test_several_gguf_models_of_a_repository_are_listed(hub):
     hub.files = dict(GGUFS)
     for name, words in (

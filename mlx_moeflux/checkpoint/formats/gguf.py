@@ -1,9 +1,8 @@
 """GGUF files: metadata as config.json, tensors under Hugging Face's names.
 
-Read with the `gguf` package (extra: gguf). Experts stream as byte ranges of the file. What names
-and metadata mean, and what the converter did to values, is in
-:mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`; blocks of quantised tensors are in
-:mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`.
+Experts stream as byte ranges of the file. What names and metadata mean, and what the converter did
+to values, is in :mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`; blocks of quantised
+tensors are in :mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import opened
+from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
     ARCHITECTURES,
@@ -33,16 +31,15 @@ from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     BlocksRef,
     BlockValuesRef,
 )
+from mlx_moeflux.checkpoint.formats.gguf_container import StoredTensor, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
 from mlx_moeflux.checkpoint.formats.gguf_header import Header, shown
 from mlx_moeflux.checkpoint.formats.gguf_metadata import Config
+from mlx_moeflux.checkpoint.formats.gguf_tokenizer import end_ids
 from mlx_moeflux.checkpoint.names import in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, Ref, StackedRefs, TensorRef
-from mlx_moeflux.checks import is_shape
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
-# Of a header: Qwen3 has 150,000 tokens, and as many types and merges.
-MOST_VALUES = 700_000
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
@@ -73,10 +70,9 @@ def open_gguf(path: Path) -> GgufFile:
         UnsupportedError: Another architecture, or a type of block that is not decoded.
     """
     files = shards(path)
-    readers = [(file, _reader(file)) for file in files]
-    headers = [_metadata(reader, file) for file, reader in readers]
-    check_shards(files, headers)
-    metadata = headers[0]
+    containers = [read_container(file) for file in files]
+    check_shards(files, [container.metadata for container in containers])
+    metadata = containers[0].metadata
     name = metadata.get("general.architecture")
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None or not isinstance(name, str):
@@ -90,10 +86,10 @@ def open_gguf(path: Path) -> GgufFile:
     taken: _Taken = {}
     # Layers of multi-token prediction lie behind the others.
     predicted = range(config["num_hidden_layers"], header.number("block_count"))
-    for file, reader in readers:
-        size = file.stat().st_size
-        for tensor in reader.tensors:
-            if int(tensor.data_offset) + int(tensor.n_bytes) > size:
+    for file, container in zip(files, containers, strict=True):
+        size = size_of(file)
+        for tensor in container.tensors:
+            if tensor.offset + tensor.nbytes > size:
                 raise CheckpointError(
                     f"{file}: '{tensor.name}' ends behind the file's {size} bytes; the file is "
                     "truncated, download it again."
@@ -108,62 +104,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 def gguf_metadata(path: Path) -> dict[str, Any]:
     """All keys and values of a file's header."""
-    return _metadata(_reader(path), path)
-
-
-def _reader(file: Path):
-    try:
-        reader = _bounded_reader()
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{file} needs the gguf package; pip install 'mlx_moeflux[gguf]'."
-        ) from error
-    with opened(file):
-        pass  # a regular file
-    try:
-        return reader(file)
-    except (
-        OSError, ValueError, LookupError, OverflowError, MemoryError, TypeError, RecursionError
-    ) as error:  # fmt: skip
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{file} is damaged, truncated or no GGUF file ({reason}); download it again."
-        ) from error
-
-
-def _bounded_reader() -> Any:
-    """Return gguf's reader, which alone would go on behind the end of a file, with an end.
-
-    Raises:
-        ImportError: The package gguf is missing.
-    """
-    from gguf import GGUFReader, GGUFValueType
-
-    class Bounded(GGUFReader):
-        read_values = 0
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> Any:
-            found = super()._get(offset, dtype, count, **options)
-            if len(found) < count:
-                raise ValueError("the file ends early")
-            return found
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            array = raw_type == GGUFValueType.ARRAY
-            coming = int(self._get(orig_offs + 4, np.uint64)[0]) if array else 0
-            self.read_values += 1
-            if self.read_values + coming > MOST_VALUES:
-                raise ValueError(f"the header has more than {MOST_VALUES} values")
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    return Bounded
-
-
-def _metadata(reader, path: Path) -> dict[str, Any]:
-    try:
-        return {name: f.contents() for name, f in reader.fields.items() if "." in name}
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the metadata cannot be read ({error}).") from error
+    return read_container(path).metadata
 
 
 class _Stored(NamedTuple):
@@ -189,7 +130,7 @@ _Taken = dict[str, dict[int, tuple[Target, _Stored]]]
 def _take(
     found: GgufFile,
     taken: _Taken,
-    tensor: Any,
+    tensor: StoredTensor,
     file: Path,
     architecture: Architecture,
     predicted: range,
@@ -224,28 +165,19 @@ def _take(
         places[target.place] = target, stored
 
 
-def _stored(tensor: Any, file: Path) -> _Stored:
+def _stored(tensor: StoredTensor, file: Path) -> _Stored:
     """Return the place, type and shape of one tensor."""
-    shape = [int(n) for n in reversed(tensor.shape)]
-    if not is_shape(shape):
-        raise CheckpointError(f"{file}: '{tensor.name}' has {len(shape)} axes; download it again.")
-    shape = tuple(shape)
-    name = tensor.tensor_type.name
+    name, shape = tensor.kind.name, tensor.shape
     if name not in PLAIN and name not in KINDS:
         raise UnsupportedError(
             f"{file}: '{tensor.name}' is {name}; only {', '.join([*KINDS, *PLAIN])} are decoded."
         )
     kind = KINDS.get(name)
     rows = shape
-    if kind is not None:
+    if kind is not None and shape:
         rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes)
-    raw = TensorRef(tensor.name, file, int(tensor.data_offset), PLAIN.get(name, "U8"), rows)
+    raw = TensorRef(tensor.name, file, tensor.offset, PLAIN.get(name, "U8"), rows)
     stored = _Stored(raw, kind, shape)
-    if prod(rows) and raw.nbytes != int(tensor.n_bytes):
-        raise CheckpointError(
-            f"{file}: '{tensor.name}' has {tensor.n_bytes} bytes, its shape {list(shape)} in "
-            f"{name} needs {raw.nbytes}."
-        )
     if kind is not None and len(shape) < 2:
         raise stored.wrong("no matrix's")
     return stored
@@ -404,14 +336,3 @@ def _finished(
         "eos_token_id": end_ids(found.metadata),
     }
     return whole | {"text_config": config} if architecture.wrapped else config | whole
-
-
-def end_ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the ids that end a reply: the ends of the text, of a turn and of a message.
-
-    llama.cpp, which wrote the file, ignores ids that are not in the vocabulary.
-    """
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    size = len(tokens) if isinstance(tokens, list) else MOST_VALUES
-    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < size))

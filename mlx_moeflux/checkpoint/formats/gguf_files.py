@@ -9,7 +9,6 @@ Source: llama.cpp's `common/download.cpp` (tags, files beside a model) and `gguf
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections import Counter, defaultdict
@@ -205,12 +204,6 @@ def check_shards(files: Sequence[Path], headers: Iterable[Mapping[str, Any]]) ->
                 f"{file} has split.no {own!r} (from 0) of split.count {count!r}, and its name says"
                 " another; name the shards NAME-00001-of-00002.gguf and so on, as they were."
             )
-
-
-def require_package(place: str) -> None:
-    """Raise UnsupportedError if the package that reads the files of `place` is missing."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError(f"{place} needs the gguf package; pip install 'mlx_moeflux[gguf]'.")
 
 
 def refuse_other_files(place: Path | str, entries: Sequence[GgufEntry]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from mlx_moeflux.checkpoint.formats.gguf_container import MOST_VALUES
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types
@@ -168,10 +169,18 @@ def tokenizer_config(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     return config
 
 
-def named_ends(metadata: dict[str, Any]) -> set[int]:
-    """Return the ids of tokens that end a reply by their text, as llama.cpp finds them."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    return {i for i, t in enumerate(tokens) if t in _ENDS} if _are(tokens, str) else set()
+def end_ids(metadata: dict[str, Any]) -> list[int]:
+    """Return the ids that end a reply: the ends of the text, of a turn and of a message, and the
+    tokens that llama.cpp knows by their text.
+
+    llama.cpp ignores ids that are not in the vocabulary.
+    """
+    found = _group(metadata)
+    tokens = found["tokens"] if _are(found.get("tokens"), str) else None
+    ids = [found.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids += [i for i, token in enumerate(tokens or ()) if token in _ENDS]
+    size = MOST_VALUES if tokens is None else len(tokens)
+    return list(dict.fromkeys(i for i in ids if type(i) is int and 0 <= i < size))
 
 
 def _group(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -478,7 +478,7 @@ def test_shards_that_do_not_fit_are_one_line(small, index, part, fields):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_1"])
 def test_rows_in_blocks_of_gguf(tmp_path, kind):
     """Oracle: the `gguf` package. Rows are kept as blocks."""
-    gguf = pytest.importorskip("gguf", reason="extra: gguf")
+    gguf = pytest.importorskip("gguf")
     values = np.random.default_rng(7).standard_normal((211, 160)).astype(np.float32)
     qtype = gguf.GGMLQuantizationType[kind]
     raw = gguf.quantize(values, qtype)
