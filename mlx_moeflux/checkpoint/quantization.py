@@ -1,4 +1,4 @@
-"""The quantisation of a checkpoint's weights: MLX's forms, a default and exceptions.
+"""The quantisation of a checkpoint's weights: MLX's forms, ggml's blocks; a default and exceptions.
 
 A quantised weight [out, in] is stored as ``weight`` [out, in * bits / 32] uint32, the lowest bits
 first, with a scale for each group of a row. config.json says bits, group size and mode as mlx-lm
@@ -10,7 +10,8 @@ writes them, with one entry for each module that differs.
     nvfp4   element = E2M1(q) * E4M3(scale); ``scales`` uint8, groups of 16; with ``global_scale``,
             a float32 for the whole matrix, element = E2M1(q) * E4M3(scale) * global_scale / 2688
 
-2688 is 6 * 448, the largest numbers of E2M1 and E4M3.
+2688 is 6 * 448, the largest numbers of E2M1 and E4M3. Other modes are blocks of bytes, ``weight``
+[out, bytes of a row] uint8 alone: :mod:`mlx_moeflux.checkpoint.blocks`.
 
 Source: OCP Microscaling Formats 1.0, sections 5 and 6; MLX 0.32.4's ``quantize``.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, BlockMode
 from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS
 from mlx_moeflux.checkpoint.formats.foreign import (
     check_compressed_tensors,
@@ -35,7 +37,9 @@ AFFINE = "affine"
 # Mode -> bits and group size, which it fixes; the scales are bytes, and there are no biases.
 NVFP4 = "nvfp4"
 MX_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), NVFP4: (4, 16)}
-MODES = (AFFINE, *MX_MODES)
+# The same of every mode that fixes them; a group of blocks is a block.
+FIXED = MX_MODES | {name: (mode.bits, mode.elements) for name, mode in BLOCK_MODES.items()}
+MODES = (AFFINE, *FIXED)
 
 _SETTINGS = ("bits", "group_size", "mode", "global_scale")
 
@@ -63,7 +67,7 @@ class QuantSpec:
     ) -> QuantSpec:
         """Return the quantisation of a mode; what is None is the mode's, or 4 bits in groups of
         64."""
-        known = MX_MODES.get(mode, (4, DEFAULT_GROUP_SIZE))
+        known = FIXED.get(mode, (4, DEFAULT_GROUP_SIZE))
         return cls(
             known[0] if bits is None else bits, known[1] if group_size is None else group_size, mode
         )
@@ -104,17 +108,44 @@ class QuantSpec:
             f"supported, only {_words(tuple(MX_MODES))} are."
         )
 
+    @classmethod
+    def of_blocks(cls, width: int, nbytes: int) -> QuantSpec | None:
+        """Return the mode whose blocks hold rows of `width` elements in so many bytes, or None."""
+        for name, mode in BLOCK_MODES.items():
+            count, rest = divmod(width, mode.elements)
+            if not rest and 0 < nbytes == count * mode.nbytes:
+                return cls.of_mode(name)
+        return None
+
     @property
     def is_affine(self) -> bool:
-        """True for scales and biases in floats, False for scales in bytes alone."""
+        """True for scales and biases in floats, False for scales in bytes alone, or blocks."""
         return self.mode == AFFINE
+
+    @property
+    def block(self) -> BlockMode | None:
+        """The blocks that hold scales and numbers, or None."""
+        return BLOCK_MODES.get(self.mode)
+
+    def row(self, width: int) -> tuple[str, int]:
+        """dtype, by safetensors' name, and number of what holds the numbers of a row of ``width``
+        elements: uint32 words, or bytes of blocks."""
+        if self.block is not None:
+            return "U8", self.groups(width) * self.block.nbytes
+        return "U32", self.words(width)
+
+    def width(self, count: int) -> int:
+        """Elements of a row of `count` words or bytes; see :meth:`row`."""
+        if self.block is not None:
+            return count // self.block.nbytes * self.block.elements
+        return count * 32 // self.bits
 
     def words(self, width: int) -> int:
         """uint32 words in a packed row of ``width`` elements."""
         return self.groups(width) * (self.group_size * self.bits // 32)
 
     def groups(self, width: int) -> int:
-        """Groups, so scales and biases, in a row of ``width`` elements."""
+        """Groups, so scales and biases or blocks, in a row of ``width`` elements."""
         if width < 1 or width % self.group_size:
             raise ShapeError(
                 f"A row of {width} elements does not divide into groups of {self.group_size};"
@@ -201,8 +232,8 @@ def _fault(bits: object, group_size: object, mode: object, global_scale: object)
         return f"mode {mode!r} is not supported, only {_words(MODES)} are"
     if global_scale not in (False, None) and (global_scale is not True or mode != NVFP4):
         return f"global_scale {global_scale!r} of mode {mode!r} is none; nvfp4 may have true"
-    if mode in MX_MODES:
-        fixed = MX_MODES[str(mode)]
+    if mode in FIXED:
+        fixed = FIXED[str(mode)]
         if (bits, group_size) == fixed:
             return None
         return (
@@ -274,7 +305,7 @@ def _spec(entry: Mapping, place: str) -> QuantSpec:
     mode = entry.get("mode", AFFINE)
     if mode == AFFINE and "bits" not in entry:
         raise ConfigError(f"{place} of config.json has no bits; add them.")
-    fixed = MX_MODES.get(mode) if isinstance(mode, str) else None
+    fixed = FIXED.get(mode) if isinstance(mode, str) else None
     bits, group_size = fixed or (None, DEFAULT_GROUP_SIZE)
     bits, group_size = entry.get("bits", bits), entry.get("group_size", group_size)
     global_scale = entry.get("global_scale")

@@ -30,7 +30,7 @@ from mlx_moeflux.checkpoint.files import (
 from mlx_moeflux.checkpoint.formats.packed import PackedWriter, verify
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import GLOBAL_SCALE, PROJECTIONS
-from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.quantization import MX_MODES, QuantSpec
 from mlx_moeflux.checkpoint.source import CONFIG_NAME, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorIndex
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
@@ -92,6 +92,10 @@ def convert(
     if shard is not None and layout != "packed":
         raise InputError("shard needs the packed layout; leave out layout.")
     spec = QuantSpec.of_mode(q_mode, q_bits, q_group_size) if quantize else None
+    if spec is not None and spec.block is not None:
+        raise InputError(
+            f"q_mode {q_mode!r} is read and not made; give affine or {', '.join(MX_MODES)}."
+        )
     directory = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
     out = Path(out if mlx_path is None else mlx_path)
     checkpoint = open_checkpoint(directory)

@@ -40,7 +40,7 @@ CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class Recipe:
     """The conversion of one weight.
 
-    source: its weight and, when quantised, scales and, if affine, biases.
+    source: its weight and, when quantised in words, scales and, if affine, biases.
     spec: how it is quantised on disk now.
     target: how it shall be.
     dtype: code of the output's floats.
@@ -73,7 +73,10 @@ class Recipe:
         # A matrix, or one for each head.
         *rows, _ = shape or (0,)
         if self.target is not None:
-            weight = Tensor("U32", (*rows, self.target.words(width)))
+            code, count = self.target.row(width)
+            weight = Tensor(code, (*rows, count))
+            if self.target.block is not None:
+                return {"weight": weight}
             groups = *rows, self.target.groups(width)
             if not self.target.is_affine:
                 return {"weight": weight, "scales": Tensor("U8", groups)}
@@ -88,7 +91,7 @@ class Recipe:
 
     def _width(self) -> int:
         last = self.source[0].shape[-1]
-        return last if self.spec is None else last * 32 // self.spec.bits
+        return last if self.spec is None else self.spec.width(last)
 
     def chunks(self) -> Iterator[tuple[str, int, bytes]]:
         """(part, byte offset in that part, bytes), a row chunk at a time.
@@ -117,7 +120,9 @@ class Recipe:
             parts = [arrays[0], *map(self._cast, arrays[1:])]
         else:
             w = arrays[0]
-            if self.spec is not None:
+            if self.spec is not None and self.spec.block is not None:
+                w = self.spec.block.decode(w, mx)
+            elif self.spec is not None:
                 biases = arrays[2] if self.spec.is_affine else None
                 w = mx.dequantize(w, arrays[1], biases, **settings(self.spec))
             if self.global_scale is not None:
@@ -168,7 +173,7 @@ class Conversion:
 
     Raises:
         ConfigError, UnsupportedError, CheckpointError: The checkpoint is not one we know.
-        InputError: It is quantised already.
+        InputError: It is quantised already, or its blocks are not to be packed.
     """
 
     def __init__(
@@ -228,15 +233,22 @@ class Conversion:
             if f"{projection}.{part}" in components
         )
         spec, target, whole = None, self.spec, components.get(f"{projection}.{GLOBAL_SCALE}")
+        down = projection == "down_proj"
+        width = self.config.moe_intermediate_size if down else self.config.hidden_size
         if len(source) > 1:
-            down = projection == "down_proj"
-            width = self.config.moe_intermediate_size if down else self.config.hidden_size
             spec = infer_spec(source[0], source[1], width, global_scale=whole is not None)
             target = self._requantised(source[0], spec)
+        elif source[0].dtype == "U8" and (spec := QuantSpec.of_blocks(width, source[0].shape[-1])):
+            target = self._requantised(source[0], spec)
+            if target is not None and self.layout != "packed":
+                raise InputError(
+                    f"{source[0].file}: mlx-lm has no {spec.mode}, in which '{source[0].name}' is; "
+                    "convert to the packed layout, or dequantize."
+                )
         bias = components.get(f"{projection}.{BIAS}")
         added = None if bias is None else bias[expert]
         one = None if whole is None else whole[expert]
-        return Recipe(source, spec, target, self._code(source), bias=added, global_scale=one)
+        return Recipe(source, spec, target, self._code(source, spec), bias=added, global_scale=one)
 
     def config_json(self) -> dict[str, Any]:
         """The output's config.json: the checkpoint's, with the bits and the head of the output."""
@@ -287,7 +299,7 @@ class Conversion:
                 width, whole = modules[base].weight.shape[-1], trunk.get(f"{base}.{GLOBAL_SCALE}")
                 spec = infer_spec(source[0], source[1], width, global_scale=whole is not None)
             target = self._target(base, ref, spec, modules.get(base) if leaf == "weight" else None)
-            dtype = "F32" if self.kind.keeps_float32(name) else self._code(source)
+            dtype = "F32" if self.kind.keeps_float32(name) else self._code(source, spec)
             if name in transforms and len(ref.shape) == 1 and self.layout == "packed":
                 # 1 + w does not fit the 8 bits of a bfloat16; mlx-lm's layout rounds it.
                 dtype = "F32"
@@ -306,7 +318,7 @@ class Conversion:
                 if len(source) > 1:
                     spec = infer_spec(source[0], source[1], width)
                     target = self._requantised(source[0], spec)
-                recipe = Recipe(source, spec, target, self._code(source))
+                recipe = Recipe(source, spec, target, self._code(source, spec))
                 recipes[f"{path}.shards.{i}.weight"] = recipe
         return recipes
 
@@ -333,8 +345,10 @@ class Conversion:
             )
         return None if self.dequantize else spec
 
-    def _code(self, source: tuple[TensorRef, ...]) -> str:
+    def _code(self, source: tuple[TensorRef, ...], spec: QuantSpec | None) -> str:
         stored = source[-1].dtype
-        if len(source) > 1 and stored not in FLOATS:
+        if spec is not None and spec.block is not None:
+            stored = "F32"  # what blocks decode to
+        elif len(source) > 1 and stored not in FLOATS:
             stored = "BF16"  # what scales of one byte decode to without rounding
         return self.code if self.code and stored in FLOATS else stored

@@ -189,7 +189,8 @@ def from_whole_bank(
     table: mx.array | None = None,
     padded: bool = True,
 ) -> mx.array:
-    """Experts of a layer that are all in `bank`: lazy, differentiable, nothing leaves the device.
+    """Experts of a layer that are all in `bank`: lazy, differentiable; nothing leaves the device
+    but the slots of many pairs in blocks (:mod:`~mlx_moeflux.kernels.linear.blocks`).
 
     x ``[N, C]``, ids ``[N, K]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32. table:
     ``[E + 1]`` uint32, expert -> slot, and in entry E, for padding, ABSENT; None: expert e is in

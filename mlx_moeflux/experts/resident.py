@@ -46,8 +46,8 @@ class ResidentStore(ExpertStore):
         allocate besides its result; None is what suits the device. block_bytes: MoE layer id ->
         bytes of one expert on disk, for traces.
 
-    Evaluates: nothing, unless there is a listener: without one all calls are lazy. Gradients
-    flow to x, weights and the arrays of the banks.
+    Evaluates: nothing, unless there is a listener, or experts are in ggml's blocks: all other calls
+    are lazy. Gradients flow to x, weights and the arrays of the banks.
     """
 
     # Without a listener. With one, models run no step from a trace.

@@ -95,7 +95,7 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
     if bits is not None and bits not in (2, 3, 4, 5, 6, 8):
         raise InputError(f"weights cannot have {bits} bits; choose 2, 3, 4, 5, 6 or 8.")
     if bits is not None and any(
-        ref.dtype == "U32" for tensors in (trunk, *experts.values()) for _, ref in tensors
+        ref.dtype in ("U32", "U8") for tensors in (trunk, *experts.values()) for _, ref in tensors
     ):
         raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
     shards = [shard for parts in mapped.tables.values() for shard in parts]

@@ -135,6 +135,8 @@ class ExpertProjection(Module):
         """Bits of a quantised weight; mlx-lm counts parameters by them."""
         if self.spec is None:
             raise AttributeError("an unquantised projection has no bits")
+        if self.spec.block is not None:
+            raise AttributeError("blocks are no packed words, of which mlx-lm counts bits")
         return self.spec.bits
 
     def bank(self) -> ProjectionBank:
@@ -204,8 +206,8 @@ class SparseMoeBlock(Module):
     Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``switch_mlp.*`` in a
     resident model.
 
-    Evaluates: nothing with a resident store; the expert ids once per call of a partly resident
-    layer.
+    Evaluates: nothing with a resident store, whose experts are in no ggml's blocks; the expert ids
+    once per call of a partly resident layer.
 
     Source: transformers `Qwen3MoeSparseMoeBlock`.
     """

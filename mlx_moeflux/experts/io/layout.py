@@ -1,8 +1,8 @@
 """The layout of one routed expert as a block of bytes: components, order, sizes.
 
 A block is the concatenation of an expert's tensors in a fixed order, gate, up, down projection,
-each with ``weight`` and, when quantised, ``scales`` and, if affine, ``biases``. Sizes and offsets
-follow from the shapes; no file holds them.
+each with ``weight`` and, when quantised in another form than blocks, ``scales`` and, if affine,
+``biases``. Sizes and offsets follow from the shapes; no file holds them.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class BlockLayout(Layout):
 
     Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
     ``[out, in]`` float, or ``[out, in * bits / 32]`` uint32 with scales and biases
-    ``[out, in / group_size]``, or with scales of one byte alone; a global scale is ``[1]`` float32,
-    a bias ``[out]`` float.
+    ``[out, in / group_size]``, or with scales of one byte alone, or ``[out, bytes of a row]`` uint8
+    of blocks; a global scale is ``[1]`` float32, a bias ``[out]`` float.
 
     Raises:
         ShapeError: Components are missing, in another order, or do not fit each other.
@@ -146,7 +146,9 @@ class BlockLayout(Layout):
     def _spec(self, projection: str, width: int) -> QuantSpec | None:
         scales = self._by_name.get(f"{projection}.scales")
         if scales is None:
-            return None
+            weight = self._by_name[f"{projection}.weight"]
+            blocks = weight.dtype == "U8"
+            return QuantSpec.of_blocks(width, weight.shape[1]) if blocks else None
         return QuantSpec.of_shapes(
             width,
             self._by_name[f"{projection}.weight"].shape[1],
@@ -167,7 +169,8 @@ class BlockLayout(Layout):
         if spec is None:
             expected, dtypes = (rows, width), _FLOATS
         else:
-            expected, dtypes = (rows, spec.words(width)), ("U32",)
+            dtype, count = spec.row(width)
+            expected, dtypes = (rows, count), (dtype,)
         if weight.shape != expected or weight.dtype not in dtypes:
             raise ShapeError(
                 f"'{weight}' of an expert must be {' or '.join(dtypes)} {list(expected)}."

@@ -50,7 +50,7 @@ def wide(x: mx.array) -> mx.array:
 
 
 def settings(spec: QuantSpec) -> dict[str, Any]:
-    """Group size, bits and mode, as MLX's operations name them."""
+    """Group size, bits and mode, as MLX's operations name them, of a mode of MLX's."""
     return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
 
 

@@ -22,6 +22,7 @@ import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.linear.blocks import LEAST_ROWS, gather_blocks
 from mlx_moeflux.kernels.linear.quantised import (
     ExpertLayout,
     arrays_of,
@@ -32,8 +33,6 @@ from mlx_moeflux.kernels.linear.quantised import (
 )
 from mlx_moeflux.kernels.runtime.launcher import float_bits
 
-# MLX multiplies fewer rows by another kernel on CUDA.
-LEAST_ROWS = 8
 # Names of the arrays of gate and up in kernels.
 INNER_INPUTS = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
 INNER_BIASES = ("gate_bias", "up_bias")
@@ -76,9 +75,11 @@ def activation_template(clamp: tuple[float, float] | None) -> dict[str, int]:
 class ProjectionBank:
     """One projection of all slots.
 
-    weight: ``[S, out, in * bits / 32]`` uint32, or ``[S, out, in]`` float when `spec` is None.
-    scales, biases: ``[S, out, in / group_size]``; None when `spec` is None. Scales are uint8
-    without biases when `spec` is not affine. bias: ``[S, out]``, added to the product, or None.
+    weight: ``[S, out, in * bits / 32]`` uint32, ``[S, out, bytes of a row]`` uint8 when `spec` is
+    of blocks, or ``[S, out, in]`` float when `spec` is None.
+    scales, biases: ``[S, out, in / group_size]``; None when `spec` is None or of blocks. Scales are
+    uint8 without biases when `spec` is not affine. bias: ``[S, out]``, added to the product, or
+    None.
     global_scale: ``[S]`` or ``[S, 1]`` float32 of a `spec` that has one, or None.
     """
 
@@ -110,7 +111,7 @@ class ProjectionBank:
         )
 
     def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
-        """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``.
+        """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``, of blocks in float32.
 
         MLX does not learn that slots ascend: it would multiply several rows in one tile, in a way
         that depends on the number of slots and on the other rows.
@@ -120,6 +121,8 @@ class ProjectionBank:
         x = x.reshape(-1, 1, x.shape[-1])
         if self.spec is None:
             out = mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=slots)
+        elif self.spec.block is not None:
+            out = gather_blocks(x, self.weight, slots, self.spec.block)
         else:
             known = settings(self.spec)
             assert self.scales is not None
@@ -253,7 +256,7 @@ class ExpertBank:
 
 def expert_ffn(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
     """x ``[P, C]``, slots ``[P]`` uint32 -> ``[P, C]`` in the dtype of x, or in float32 where the
-    bank's floats have another one."""
+    bank has other floats, or blocks."""
     P = x.shape[0]
     if P < LEAST_ROWS and mx.default_device().type == mx.gpu:
         padding = mx.zeros((LEAST_ROWS - P,), mx.uint32)
