@@ -27,7 +27,7 @@ from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef, naming_absent
-from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError
+from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
 # NVIDIA ModelOpt's settings, where config.json has none.
@@ -45,6 +45,7 @@ class Checkpoint:
     described_by: The file that holds what config.json holds in other forms.
     held: MoE layer id -> the experts that `blocks` has, ascending, where they are a part of `of`
         experts; else empty, and `of` is 0.
+    decoded: Matrices of blocks that are read as floats: name -> type of block and elements.
     approximated: A sentence about tensors that are not read exactly.
     tokenizer: Files of the tokenizer that are not in the directory, name -> content.
     """
@@ -58,6 +59,7 @@ class Checkpoint:
     described_by: Path | None = None
     held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     of: int = 0
+    decoded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     approximated: str | None = None
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -101,20 +103,24 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, gguf_file: str | None = None
+    directory: str | os.PathLike[str], *, gguf_file: str | None = None, requantize: bool = False
 ) -> Checkpoint:
     """Find out the form of `directory`, which may be a GGUF file, and read its headers.
 
     gguf_file: Which of its GGUF models, see
     :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`.
+    requantize: Of GGUF, blocks without a form of MLX's are quantised anew.
 
     Raises:
+        InputError: There is nothing to quantise anew.
         CheckpointError, ConfigError, ExpertFileError: Something is missing or damaged.
     """
     directory = Path(directory)
     gguf = find_gguf(directory, gguf_file)
     if gguf is not None:
-        return _open_gguf(gguf)
+        return _open_gguf(gguf, requantize)
+    if requantize:
+        raise InputError(f"{directory} is no GGUF file, so requantize has no blocks; leave it out.")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     config = hoisted(read_json_object(directory / CONFIG_NAME, error=ConfigError))
@@ -171,14 +177,13 @@ def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint
     )
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    found = open_gguf(path)
-    approximated, tokenizer = None, {}
+def _open_gguf(path: Path, requantize: bool) -> Checkpoint:
+    found = open_gguf(path, requantize=requantize)
+    tokenizer: dict[str, dict[str, Any]] = {}
+    approximated = None
     if found.requantised:
-        kinds = ", ".join(sorted(set(found.requantised.values())))
-        approximated = (
-            f"{kinds} quantised anew to 8 bits in groups of 32 in {len(found.requantised)} tensors"
-        )
+        kinds, count = ", ".join(sorted(set(found.requantised.values()))), len(found.requantised)
+        approximated = f"{kinds} quantised anew to 8 bits in groups of 32 in {count} tensors"
     if not (path.parent / TOKENIZER_NAME).exists():
         # The tokenizer raises this error.
         with suppress(MoefluxError):
@@ -192,6 +197,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         quantization=Quantization(),
         blocks=found.blocks,
         described_by=path,
+        decoded=found.decoded,
         approximated=approximated,
         tokenizer=tokenizer,
     )

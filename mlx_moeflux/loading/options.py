@@ -99,6 +99,12 @@ class LoadOptions:
         "Numbers that share a scale, with `kv_bits`.",
         Flag("of --kv-bits, default %(default)s", int),
     )
+    requantize: bool = option(
+        False,
+        "Quantise blocks of GGUF that MLX has no form for, such as Q6_K, anew to 8 bits, which "
+        "kernels read; lossy, which the statistics report.",
+        Flag("quantise GGUF's blocks that no kernel reads to 8 bits: lossy", bool),
+    )
     wired_memory: str | float | None = option(
         None,
         "Memory that macOS never pages out: ``auto`` (trunk, experts and state), ``off`` or a "

@@ -22,7 +22,7 @@ from mlx_moeflux.checks import check_callable
 from mlx_moeflux.distributed.part import Experts, Part
 from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
-from mlx_moeflux.experts.budget import Memory, measure_memory
+from mlx_moeflux.experts.budget import Memory, format_bytes, measure_memory
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import make_eviction
@@ -198,7 +198,7 @@ def _checked(options: LoadOptions) -> LoadOptions:
 
 def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
     """Read headers and config; choose kernels and router. No weights are read."""
-    checkpoint = open_checkpoint(path, gguf_file=options.gguf_file)
+    checkpoint = open_checkpoint(path, gguf_file=options.gguf_file, requantize=options.requantize)
     options = _tuned(options, checkpoint, path)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = read_config(checkpoint, strict=options.strict_config)
@@ -259,7 +259,8 @@ def _map(source: Source) -> Weights:
     mapped, stored = checkpoint.mapped(rules), checkpoint
     if options.expert_path is not None:
         rank = 0 if options.distributed is None else options.distributed.rank
-        stored = open_checkpoint(os.fspath(options.expert_path).replace("{rank}", str(rank)))
+        path = os.fspath(options.expert_path).replace("{rank}", str(rank))
+        stored = open_checkpoint(path, requantize=options.requantize)
         mapped = dataclasses.replace(mapped, experts=stored.mapped(rules).experts)
     quantization = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
     return Weights(mapped, stored, quantization)
@@ -402,6 +403,8 @@ def _print_plan(model: DecoderModel, source: Source, placed: Placed) -> None:
     print(f"{whose}{model.plan}", file=sys.stderr)  # noqa: T201
     if checkpoint.approximated:
         print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
+    for line in _decoded(checkpoint.decoded, source.options.dtype or default_dtype()):
+        print(line, file=sys.stderr)  # noqa: T201
     if checkpoint.form == "packed" and not _verified(placed.mapped):
         print(  # noqa: T201
             f"{source.path} has no checksums: experts are read without verification; convert the "
@@ -410,6 +413,19 @@ def _print_plan(model: DecoderModel, source: Source, placed: Placed) -> None:
         )
     if unmeasured := dispatch.hint(device.backend().name):
         print(unmeasured, file=sys.stderr)  # noqa: T201
+
+
+def _decoded(matrices: Mapping[str, tuple[str, int]], dtype: mx.Dtype) -> Iterator[str]:
+    """Yield a line for each type of block of `matrices`, name -> type and elements, which are
+    floats of `dtype` in memory."""
+    for kind in sorted({kind for kind, _ in matrices.values()}):
+        sizes = [elements for of, elements in matrices.values() if of == kind]
+        tensors = "tensor" if len(sizes) == 1 else "tensors"
+        name = str(dtype).removeprefix("mlx.core.")
+        yield (
+            f"{len(sizes)} {tensors} of {kind} decoded to {name}, "
+            f"{format_bytes(sum(sizes) * dtype.size)}"
+        )
 
 
 def _check_global_scales(

@@ -12,7 +12,7 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.io.layout import BlockLayout, Component
 
-gguf = pytest.importorskip("gguf", reason="extra: gguf")
+gguf = pytest.importorskip("gguf")
 
 # Byte of a float16 in a block.
 HALVES = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import struct
+from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,14 +18,22 @@ from mlx_moeflux.checkpoint.formats import gguf as ours
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     ELEMENTS_AT_ONCE,
     KINDS,
+    REQUANTISED,
     BlocksRef,
     BlockValuesRef,
 )
 from mlx_moeflux.checkpoint.formats.gguf_container import TYPES, read_container
+from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.conversion.convert import convert
-from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
+from mlx_moeflux.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    MoefluxError,
+    UnsupportedError,
+)
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import load, load_model
 from mlx_moeflux.measure.plan import open_sizes
@@ -37,6 +46,7 @@ from tests.checkpoint import gguf_files  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
+KEPT = ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 EXACT = ("Q8_0", "Q4_K", "Q5_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 
 
@@ -47,12 +57,12 @@ def logits(path: Path, **options) -> np.ndarray:
     return result
 
 
-def parts_of(kind: str, rows: int, width: int, file: Path):
+def parts_of(kind: str, rows: int, width: int, file: Path, kinds=KINDS):
     """The affine parts of random blocks as arrays, and gguf's values."""
     raw = gguf_files.random_blocks(kind, rows, width, np.random.default_rng(rows))
     file.write_bytes(raw.tobytes())
     source = TensorRef("x", file, 0, "U8", raw.shape)
-    parts = BlocksRef.parts("x", source, KINDS[kind])
+    parts = BlocksRef.parts("x", source, kinds[kind])
     return parts, gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
 
 
@@ -79,25 +89,35 @@ def test_blocks_are_affine_exactly(tmp_path, kind, rows, chunks):
     assert len(np.unique(expected)) > (20 if kind == "MXFP4" else 1000)
 
 
-def test_q6_is_within_half_a_step(tmp_path):
-    parts, expected = parts_of("Q6_K", 23, 768, tmp_path / "x")
-    values = BlockValuesRef("x", parts["weight"].sources[0], kind=KINDS["Q6_K"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_other_blocks_are_floats_exactly(tmp_path, kind):
+    raw = gguf_files.random_blocks(kind, 67, 512, np.random.default_rng(7))
+    (tmp_path / "x").write_bytes(raw.tobytes())
+    source = TensorRef("x", tmp_path / "x", 0, "U8", raw.shape)
+    expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    values = BlockValuesRef("x", source, kind=KINDS[kind])
     assert np.array_equal(np.array(values.load()), expected)
+    assert np.array_equal(np.array(values.rows(5, 19).load()), expected[5:19])
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_quantised_anew_they_are_within_half_a_step(tmp_path, kind):
+    parts, expected = parts_of(kind, 23, 768, tmp_path / "x", REQUANTISED)
     actual = dequantised(parts, 8).reshape(-1, 32)
     groups = expected.reshape(-1, 32)
     step = np.ptp(groups, axis=1) / 255
     error = np.abs(actual - groups).max(axis=1)
-    assert (error <= step * 0.5001 + 1e-9).all()
+    assert (error <= step * 0.5001 + 1e-7 * np.abs(expected).max()).all()
     assert error.max() > 0
 
 
-def test_q6_of_equal_elements(tmp_path):
+def test_equal_elements_quantised_anew(tmp_path):
     raw = np.zeros((2, 210), np.uint8)
     raw[1, 208:210] = np.array([0.5], np.float16).view(np.uint8)
     raw[1, 192:208] = 3
     (tmp_path / "x").write_bytes(raw.tobytes())
     ref = TensorRef("x", tmp_path / "x", 0, "U8", raw.shape)
-    values = dequantised(BlocksRef.parts("x", ref, KINDS["Q6_K"]), 8)
+    values = dequantised(BlocksRef.parts("x", ref, REQUANTISED["Q6_K"]), 8)
     assert np.array_equal(values, gguf.dequantize(raw, gguf.GGMLQuantizationType.Q6_K))
     assert set(values.flat) == {0.0, -48.0}
 
@@ -138,13 +158,84 @@ def test_logits_are_those_of_the_values(tmp_path, case):
     assert np.array_equal(logits(packed, expert_memory="60%"), resident)
 
 
-def test_q6_says_that_it_is_quantised_anew(tmp_path, capsys):
+def q4_k_m(name: str) -> str:
+    """Down in Q6_K, gate and up in Q4_K; one layer differs."""
+    if name in ("output", "blk.1.ffn_gate_exps", "blk.2.attn_v"):
+        return "Q6_K"
+    return "Q6_K" if "_down" in name and "blk.1" not in name else mixed(name)
+
+
+def each_kind(name: str) -> str:
+    """Types without a form of MLX's by turns; routers in float32."""
+    return "F32" if "inp" in name else KEPT[list(gguf_files.shapes(())).index(name) % len(KEPT)]
+
+
+KEPT_CASES = {"Q4_K_M": q4_k_m, "each": each_kind}
+KEPT_CASES |= {kind: lambda name, kind=kind: "F32" if "inp" in name else kind for kind in KEPT}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in KEPT)) for case in KEPT_CASES]
+)
+def test_experts_keep_blocks(tmp_path, case, capsys):
+    kind_of = KEPT_CASES[case]
+    path = gguf_files.write(tmp_path / "model.gguf", kind_of)
+    expected = logits(tmp_path / "meaning")
+    with load_model(path, verbose=True) as model:
+        resident = np.array(model(TOKENS))
+        assert model.store.stats().lossy == []
+    assert relative_error(resident, expected) <= 1e-5
+    words = capsys.readouterr().err
+    names = [name for name, shape in gguf_files.shapes(()).items() if len(shape) > 1]
+    for kind, count in Counter(kind_of(name) for name in names if "_exps" not in name).items():
+        assert (f"{count} tensors of {kind} decoded to float32, " in words) == (kind in KEPT)
+    tensors = [t for t in gguf.GGUFReader(path).tensors if "_exps" in t.name]
+    stored = {tensor.name: tensor.n_bytes // gguf_files.E for tensor in tensors}
+    for memory in ("85%", "67%"):
+        with load_model(path, expert_memory=memory, expert_threads=1) as model:
+            assert np.array_equal(np.array(model(TOKENS)), resident)
+            layers = model.store.stats().layers
+        for layer, found in layers.items():
+            sizes = [size for name, size in stored.items() if f"blk.{layer}." in name]
+            assert 0 < found.bytes_read == found.misses * sum(sizes)
+        assert len(layers) == gguf_files.L
+    packed = convert(path, tmp_path / "packed", verify_written=True)
+    assert np.array_equal(logits(packed), resident)
+    assert np.array_equal(logits(packed, expert_memory="60%"), resident)
+    modes = Quantization.from_config(json.loads((packed / "config.json").read_text()))
+    down = modes.spec("model.layers.0.mlp.switch_mlp.down_proj")
+    assert down == QuantSpec.of_mode(kind_of("blk.0.ffn_down_exps").lower())
+
+
+def test_a_token_at_a_time_is_the_prompt(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
+    with load_model(path, expert_memory="80%", expert_threads=1) as model:
+        whole = model(TOKENS[:, :9])
+        cache = model.make_cache()
+        steps = [model(TOKENS[:, i : i + 1], cache=cache) for i in range(9)]
+    assert relative_error(mx.concatenate(steps, axis=1), whole) <= 1e-5
+
+
+def test_blocks_become_floats_and_other_forms_refuse_them(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
+    expected = logits(tmp_path / "meaning")
+    for layout in ("packed", "safetensors"):
+        out = convert(path, tmp_path / layout, layout=layout, dequantize=True)
+        assert relative_error(logits(out), expected) <= 1e-5
+    with pytest.raises(InputError, match=r"mlx-lm has no q6_k, in which 'blk\.\d\.ffn_"):
+        convert(path, tmp_path / "no", layout="safetensors")
+    with pytest.raises(InputError, match="quantised already"):
+        convert(path, tmp_path / "no", quantize=True)
+    assert not (tmp_path / "no").exists()
+
+
+def test_requantize_says_so(tmp_path, capsys):
     """With the error of the logits: 8 bits in groups of 32 for 6 bits in groups of 16."""
     path = gguf_files.write(
         tmp_path / "model.gguf", lambda name: "Q6_K" if "down" in name else mixed(name)
     )
     expected = logits(tmp_path / "meaning")
-    with load_model(path, verbose=True) as model:
+    with load_model(path, requantize=True, verbose=True) as model:
         actual = np.array(model(TOKENS))
         words = "Q6_K quantised anew to 8 bits in groups of 32 in 3 tensors"
         assert model.store.stats().lossy == [words]
@@ -152,6 +243,8 @@ def test_q6_says_that_it_is_quantised_anew(tmp_path, capsys):
     errors = np.abs(actual - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
     # Of most tokens; a few may go to other experts.
     assert 1e-5 < np.median(errors) <= 1e-2
+    with pytest.raises(InputError, match="no GGUF file"):
+        load_model(tmp_path / "meaning", requantize=True)
 
 
 def test_tokenizer_comes_with_the_file(tmp_path):
@@ -347,15 +440,16 @@ def test_other_models_are_one_line(tmp_path, options, kind, words):
     refused(gguf_files.write(tmp_path / "model.gguf", mixed, **options), kind, words)
 
 
-def test_other_types_are_refused_by_name(small, monkeypatch):
+@pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "I32"])
+def test_other_types_are_refused_by_name(small, monkeypatch, name):
     container = read_container(small)
-    other = next(kind for kind in TYPES.values() if kind.name == "IQ4_NL")
+    other = next(kind for kind in TYPES.values() if kind.name == name)
     tensors = [
         tensor._replace(kind=other) if "gate_exps" in tensor.name else tensor
         for tensor in container.tensors
     ]
     monkeypatch.setattr(ours, "read_container", lambda _: container._replace(tensors=tensors))
-    refused(small, UnsupportedError, r"ffn_gate_exps\.weight' is IQ4_NL; only Q4_0, Q4_1")
+    refused(small, UnsupportedError, rf"ffn_gate_exps\.weight' is {name}; only Q4_0, Q4_1")
 
 
 WRONG = [2_000_000_000]

@@ -319,9 +319,12 @@ def rows_twin(path: Path, kind_of=lambda name: "F32", width: int = 6) -> tuple[P
 
 BLOCKS = {"hc_": "F32", "down": "F32", "inp": "F32", "indexer.k": "Q8_0", "indexer.q": "Q5_0"}
 BLOCKS |= {"ffn": "Q4_1", "attn_": "Q8_0", "token_embd": "Q5_0", "ple_key": "Q8_0"}
+KEPT = BLOCKS | {"token_embd": "IQ4_NL", "ffn": "IQ4_NL"}
 
 
-@pytest.mark.parametrize(("kinds", "width"), [({}, 6), (BLOCKS, 32)], ids=["F32", "blocks"])
+@pytest.mark.parametrize(
+    ("kinds", "width"), [({}, 6), (BLOCKS, 32), (KEPT, 32)], ids=["F32", "blocks", "kept"]
+)
 def test_rows_of_ngrams(tmp_path, kinds, width):
     """With an indexer of two types, which becomes floats. The constants of the hashes are not those
     of the default seed."""

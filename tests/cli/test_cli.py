@@ -38,7 +38,7 @@ OPTIONS = {
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --row-memory
+        --requantize --row-memory
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
@@ -48,7 +48,7 @@ OPTIONS = {
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --eviction --prefetch --safe -v --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --row-memory
+        --requantize --row-memory
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
@@ -61,7 +61,7 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --row-memory
+        --requantize --row-memory
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
@@ -69,7 +69,7 @@ OPTIONS = {
         --prefill-step-size --prompt --prompt-cache-file --quantized-kv-start --stats
         --trust-remote-code
         --eviction --prefetch --safe -v --tuning --wired-memory
-        --row-memory
+        --requantize --row-memory
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
@@ -87,7 +87,7 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
         --num-samples --prefetch --safe -v --seed --sequence-length --stats --trust-remote-code
         --tuning --wired-memory
-        --row-memory
+        --requantize --row-memory
     """,
     "evaluate": """
         --apply-chat-template --batch-size --chat-template-args
@@ -96,7 +96,7 @@ OPTIONS = {
         --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
         --prefetch --safe --seed --tasks --temp --top-k --top-p --trust-remote-code
         --tuning --wired-memory
-        --row-memory
+        --requantize --row-memory
     """,
     "policies": "",
     "report": "--model --out --seconds",

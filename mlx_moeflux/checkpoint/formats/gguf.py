@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,9 +28,11 @@ from mlx_moeflux.checkpoint.formats.gguf_architectures import (
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     GROUP,
     KINDS,
+    REQUANTISED,
     BlockKind,
     BlocksRef,
     BlockValuesRef,
+    MlxKind,
 )
 from mlx_moeflux.checkpoint.formats.gguf_container import StoredTensor, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
@@ -51,6 +54,7 @@ class GgufFile:
     tensors: The trunk.
     blocks: MoE layer id -> component -> references.
     metadata: Of the first shard, strings and numbers.
+    decoded: Matrices of blocks that are read as floats: name -> type of block and elements.
     requantised: Names of tensors that are quantised anew, with their type.
     """
 
@@ -59,11 +63,14 @@ class GgufFile:
     tensors: dict[str, TensorRef]
     blocks: dict[int, dict[str, ExpertRefs]]
     metadata: dict[str, Any]
+    decoded: dict[str, tuple[str, int]] = field(default_factory=dict)
     requantised: dict[str, str] = field(default_factory=dict)
 
 
-def open_gguf(path: Path) -> GgufFile:
+def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
     """Read the headers of `path` and of the shards beside it; no tensor.
+
+    requantize: Blocks without a form of MLX's are quantised anew.
 
     Raises:
         CheckpointError: A file is damaged or missing, or a tensor is not the model's.
@@ -83,6 +90,7 @@ def open_gguf(path: Path) -> GgufFile:
     header = Header(path, name, metadata)
     config = architecture.config(header)
     found = GgufFile(path, {}, {}, {}, metadata)
+    kinds = KINDS | (REQUANTISED if requantize else {})
     taken: _Taken = {}
     # Layers of multi-token prediction lie behind the others.
     predicted = range(config["num_hidden_layers"], header.number("block_count"))
@@ -94,7 +102,7 @@ def open_gguf(path: Path) -> GgufFile:
                     f"{file}: '{tensor.name}' ends behind the file's {size} bytes; the file is "
                     "truncated, download it again."
                 )
-            _take(found, taken, tensor, file, architecture, predicted)
+            _take(found, taken, tensor, file, architecture, predicted, kinds)
     for target, sources in taken.items():
         found.tensors |= _made(target, sources, config, found)
     found.blocks = in_block_order(found.blocks)
@@ -134,6 +142,7 @@ def _take(
     file: Path,
     architecture: Architecture,
     predicted: range,
+    kinds: Mapping[str, BlockKind],
 ) -> None:
     """Put one tensor of a file where it belongs."""
     match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?([\w.]+)", tensor.name)
@@ -149,7 +158,7 @@ def _take(
             f"{file}: the tensor '{tensor.name}' is none of {architecture.published}'s that are "
             "read here."
         )
-    stored = _stored(tensor, file)
+    stored = _stored(tensor, file, kinds)
     if experts is not None:
         _take_experts(found, layer or 0, experts, suffix, stored)
         return
@@ -165,14 +174,14 @@ def _take(
         places[target.place] = target, stored
 
 
-def _stored(tensor: StoredTensor, file: Path) -> _Stored:
+def _stored(tensor: StoredTensor, file: Path, kinds: Mapping[str, BlockKind]) -> _Stored:
     """Return the place, type and shape of one tensor."""
     name, shape = tensor.kind.name, tensor.shape
-    if name not in PLAIN and name not in KINDS:
+    if name not in PLAIN and name not in kinds:
         raise UnsupportedError(
-            f"{file}: '{tensor.name}' is {name}; only {', '.join([*KINDS, *PLAIN])} are decoded."
+            f"{file}: '{tensor.name}' is {name}; only {', '.join([*kinds, *PLAIN])} are decoded."
         )
-    kind = KINDS.get(name)
+    kind = kinds.get(name)
     rows = shape
     if kind is not None and shape:
         rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes)
@@ -199,7 +208,7 @@ def _take_experts(
         window = (i * rows, (i + 1) * rows) if len(projections) > 1 else None
         stack: ExpertRefs = StackedRefs(raw, window)
         made: dict[str, ExpertRefs] = {suffix: stack}
-        if kind is not None:
+        if isinstance(kind, MlxKind):
             _note(found, stored)
             each = [BlocksRef.parts(raw.name, ref, kind) for ref in stack]
             made = {part: tuple(parts[part] for parts in each) for part in kind.parts}
@@ -214,9 +223,10 @@ def _take_experts(
 
 
 def _note(found: GgufFile, stored: _Stored) -> None:
-    """Remember a tensor whose blocks are not read exactly."""
-    if stored.kind is not None and not stored.kind.exact:
-        found.requantised[stored.raw.name] = stored.kind.name
+    """Remember a matrix that is quantised anew, if it is."""
+    kind = stored.kind
+    if kind is not None and kind is REQUANTISED.get(kind.name):
+        found.requantised[stored.raw.name] = kind.name
 
 
 def _made(
@@ -232,9 +242,11 @@ def _made(
         raise stored.wrong("and what belongs to it has other rows")
     # Of different types there is no quantised form together.
     parts = [_parts(*source, config, floats=len(kinds) > 1) for source in sources]
-    if len(parts[0]) > 1:
-        for _, each in sources:
+    for _, each in sources:
+        if len(parts[0]) > 1:
             _note(found, each)
+        elif each.kind is not None and not target.table:
+            found.decoded[each.raw.name] = each.kind.name, prod(each.shape)
     made: dict[str, Ref] = {}
     for part in parts[0]:
         refs = [each[part] for each in parts]
@@ -261,7 +273,7 @@ def _parts(target: Target, stored: _Stored, config: Config, *, floats: bool) -> 
     columns = _order(target.columns, config, stored, axis=-1)
     width = columns[0][1] - columns[0][0] if columns else GROUP
     ref: Ref = raw
-    if kind is not None and not (floats or target.values or width % GROUP):
+    if isinstance(kind, MlxKind) and not (floats or target.values or width % GROUP):
         parts: dict[str, Ref] = {**BlocksRef.parts(raw.name, raw, kind)}
     else:
         if kind is not None:

@@ -1,6 +1,6 @@
 """The blocks of GGUF's quantised tensors, and their form in MLX.
 
-Where they are read, blocks become one of MLX's forms, in groups of 32:
+Where they are read, blocks become one of MLX's forms, in groups of 32, if one has their values:
 
     type   elements, bytes of a block                               MLX
     Q4_0   32: f16 d, 4-bit q                                       4 bits  scale d, bias -8 d
@@ -10,12 +10,11 @@ Where they are read, blocks become one of MLX's forms, in groups of 32:
     Q8_0   32: f16 d, int8 q                                        8 bits  scale d, bias -128 d
     Q4_K   256: f16 d, f16 m, 8 pairs of 6 bits s and t, 4-bit q    4 bits  scale d s, bias -m t
     Q5_K   256: the same and a fifth bit apart                      5 bits
-    Q6_K   256: 6-bit q, int8 scale for each 16, f16 d              8 bits, quantised anew
     MXFP4  32: exponent of a byte, E2M1 of 4 bits                   mode mxfp4, the same bits
 
-All but one are exact: scales and biases are products of few bits, kept in float32. Groups of 16 do
-not exist in MLX: Q6_K is quantised anew, with an error of at most half a 255th of the range of 32
-elements.
+All are exact: scales and biases are products of few bits, kept in float32. Q2_K, Q3_K, Q6_K, IQ4_NL
+and IQ4_XS have no such form. Experts keep their blocks (:mod:`mlx_moeflux.checkpoint.blocks`), and
+other matrices become floats; or, if that is asked for, both are quantised anew.
 
 Source: the block layouts of ggml (`ggml-common.h`, `ggml-quants.c`).
 """
@@ -29,13 +28,14 @@ from typing import cast
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
 from mlx_moeflux.checkpoint.names import PARTS
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError
 
 GROUP = 32
-# Decoded together: float32 values of Q6_K, codes, words that are packed.
+# Decoded together: float32 values, codes, words that are packed.
 ELEMENTS_AT_ONCE = 1 << 15
 SCRATCH_PER_ELEMENT = 32
 
@@ -45,26 +45,37 @@ Scales = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class BlockKind:
-    """One type of block.
+    """One type of block, kept in experts as the quantisation mode of its name in lower case.
 
     elements, nbytes: Of a block.
-    bits: Of MLX's form.
-    codes: blocks ``[n, nbytes]`` uint8 -> q ``[n, elements]`` uint8.
-    scales: blocks -> :data:`Scales`.
-    values: blocks -> elements ``[n, elements]`` float32; None: what codes and scales mean.
-    byte_scales: The mode is mxfp4, else affine.
-    exact: Whether nothing is lost.
     """
 
     name: str
     elements: int
     nbytes: int
+
+    def floats(self, blocks: np.ndarray) -> np.ndarray:
+        """Return the elements ``[n, elements]`` float32 of blocks, as ggml computes them."""
+        with np.errstate(invalid="ignore"):  # of factors that are not finite
+            return BLOCK_MODES[self.name.lower()].values(blocks, np)
+
+
+@dataclass(frozen=True)
+class MlxKind(BlockKind):
+    """One type of block that becomes a form of MLX's.
+
+    bits: Of MLX's form.
+    codes: blocks ``[n, nbytes]`` uint8 -> q ``[n, elements]`` uint8.
+    scales: blocks -> :data:`Scales`.
+    values: blocks -> elements ``[n, elements]`` float32; None: what codes and scales mean.
+    byte_scales: The mode is mxfp4, else affine.
+    """
+
     bits: int
     codes: Callable[[np.ndarray], np.ndarray]
     scales: Callable[[np.ndarray], Scales]
     values: Callable[[np.ndarray], np.ndarray] | None = None
     byte_scales: bool = False
-    exact: bool = True
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -72,7 +83,7 @@ class BlockKind:
         return PARTS[:2] if self.byte_scales else PARTS
 
     def floats(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the elements ``[n, elements]`` float32 of blocks, as ggml computes them."""
+        """See :meth:`BlockKind.floats`."""
         if self.values is not None:
             return self.values(blocks)
         scales, biases = self.scales(blocks)
@@ -125,8 +136,9 @@ class BlocksRef(_OfBlocks):
     """
 
     __slots__ = ("part",)
+    kind: MlxKind
 
-    def __init__(self, name: str, source: TensorRef, *, kind: BlockKind, part: str) -> None:
+    def __init__(self, name: str, source: TensorRef, *, kind: MlxKind, part: str) -> None:
         dtype, bits = "F32", 32 // GROUP
         if part == "weight":
             dtype, bits = "U32", kind.bits
@@ -136,7 +148,7 @@ class BlocksRef(_OfBlocks):
         super().__init__(f"{name}.{part}", source, kind=kind, dtype=dtype, bits=bits)
 
     @classmethod
-    def parts(cls, name: str, source: TensorRef, kind: BlockKind) -> dict[str, TensorRef]:
+    def parts(cls, name: str, source: TensorRef, kind: MlxKind) -> dict[str, TensorRef]:
         """All of one tensor, by part."""
         parts = {part: cls(name, source, kind=kind, part=part) for part in kind.parts}
         # Readers ask for what both kinds of reference have.
@@ -255,33 +267,6 @@ def _q5_codes(blocks: np.ndarray) -> np.ndarray:
     return _nibbles(blocks[:, 48:]) | fifth.reshape(len(blocks), -1) << 4
 
 
-def q6_values(blocks: np.ndarray) -> np.ndarray:
-    """Blocks of Q6_K ``[n, 210]`` -> elements ``[n, 256]`` float32."""
-    n = len(blocks)
-    low = blocks[:, :128].reshape(n, 2, 2, 32)  # halves of 128 elements, two stretches of bytes
-    high = blocks[:, 128:192].reshape(n, 2, 1, 32)
-    nibbles = np.concatenate([low & 15, low >> 4], axis=2)  # [n, 2, 4, 32]
-    pairs = high >> (2 * np.arange(4, dtype=np.uint8))[:, None] & 3
-    q = (nibbles | pairs << 4).reshape(n, 16, 16).astype(np.float32) - 32
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    values = (_half(blocks, 208) * scales)[..., None].astype(np.float32) * q
-    return values.reshape(n, 256)
-
-
-def _q6_affine(blocks: np.ndarray) -> Scales:
-    groups = q6_values(blocks).reshape(len(blocks), -1, GROUP)
-    low, high = groups.min(axis=-1), groups.max(axis=-1)
-    return ((high - low) / np.float32(255)).astype(np.float32), low
-
-
-def _q6_codes(blocks: np.ndarray) -> np.ndarray:
-    scales, biases = _q6_affine(blocks)
-    groups = q6_values(blocks).reshape(len(blocks), -1, GROUP)
-    steps = np.where(scales == 0, np.float32(1), scales)[..., None]
-    q = np.rint((groups - biases[..., None]) / steps)
-    return np.clip(q, 0, 255).astype(np.uint8).reshape(len(blocks), -1)
-
-
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])
 
@@ -295,18 +280,40 @@ def _mx_values(blocks: np.ndarray) -> np.ndarray:
     return np.ldexp(E2M1[_halves(blocks[:, 1:])], exponents)
 
 
-KINDS = {
-    kind.name: kind
-    for kind in (
-        BlockKind("Q4_0", 32, 18, 4, _halves_at(2), _centred(8)),
-        BlockKind("Q4_1", 32, 20, 4, _halves_at(4), _with_minimum),
-        BlockKind("Q5_0", 32, 22, 5, _fifth_bits_at(2), _centred(16)),
-        BlockKind("Q5_1", 32, 24, 5, _fifth_bits_at(4), _with_minimum),
-        BlockKind("Q8_0", 32, 34, 8, _q8_codes, _centred(128)),
-        BlockKind("Q4_K", 256, 144, 4, _q4_codes, _k_affine),
-        BlockKind("Q5_K", 256, 176, 5, _q5_codes, _k_affine),
-        BlockKind("Q6_K", 256, 210, 8, _q6_codes, _q6_affine, q6_values, exact=False),
-        BlockKind("MXFP4", 32, 17, 4, _halves_at(1), _mx_scales, _mx_values, byte_scales=True),
-    )
-}
+_IN_MLX = (
+    MlxKind("Q4_0", 32, 18, 4, _halves_at(2), _centred(8)),
+    MlxKind("Q4_1", 32, 20, 4, _halves_at(4), _with_minimum),
+    MlxKind("Q5_0", 32, 22, 5, _fifth_bits_at(2), _centred(16)),
+    MlxKind("Q5_1", 32, 24, 5, _fifth_bits_at(4), _with_minimum),
+    MlxKind("Q8_0", 32, 34, 8, _q8_codes, _centred(128)),
+    MlxKind("Q4_K", 256, 144, 4, _q4_codes, _k_affine),
+    MlxKind("Q5_K", 256, 176, 5, _q5_codes, _k_affine),
+    MlxKind("MXFP4", 32, 17, 4, _halves_at(1), _mx_scales, _mx_values, byte_scales=True),
+)
+_KEPT = [BlockKind(name.upper(), b.elements, b.nbytes) for name, b in BLOCK_MODES.items()]
+KINDS = {kind.name: kind for kind in (*_IN_MLX, *_KEPT)}
 """By GGUF's name."""
+
+
+def _requantised(kind: BlockKind) -> MlxKind:
+    """Return blocks of `kind` in 8 bits in groups of 32, with an error of at most half a 255th of
+    the range of 32 elements."""
+
+    def groups_of(blocks: np.ndarray) -> np.ndarray:
+        return kind.floats(blocks).reshape(len(blocks), -1, GROUP)
+
+    def scales(blocks: np.ndarray) -> Scales:
+        groups = groups_of(blocks)
+        low, high = groups.min(axis=-1), groups.max(axis=-1)
+        return ((high - low) / np.float32(255)).astype(np.float32), low
+
+    def codes(blocks: np.ndarray) -> np.ndarray:
+        steps, low = (values[..., None] for values in scales(blocks))
+        q = np.rint((groups_of(blocks) - low) / np.where(steps == 0, np.float32(1), steps))
+        return np.clip(q, 0, 255).astype(np.uint8).reshape(len(blocks), -1)
+
+    return MlxKind(kind.name, kind.elements, kind.nbytes, 8, codes, scales, kind.floats)
+
+
+REQUANTISED = {kind.name: _requantised(kind) for kind in _KEPT}
+"""By GGUF's name, the types that have no form of MLX's in one that they nearly have."""

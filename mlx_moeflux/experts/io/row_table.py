@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, sources_of
-from mlx_moeflux.checkpoint.formats.gguf_blocks import BlockKind, BlocksRef
+from mlx_moeflux.checkpoint.formats.gguf_blocks import BlockKind, BlocksRef, BlockValuesRef
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef, mlx_dtype
 from mlx_moeflux.checks import check_integer
@@ -350,7 +350,8 @@ def _blocks_of(shards: Sequence[Shard], name: str) -> BlockKind | None:
     weights: list[Ref] = [shard["weight"] for shard in shards]
     if not any(isinstance(weight, DecodedRef) for weight in weights):
         return None
-    kinds = {weight.kind if isinstance(weight, BlocksRef) else None for weight in weights}
+    of_blocks = BlocksRef, BlockValuesRef
+    kinds = {weight.kind if isinstance(weight, of_blocks) else None for weight in weights}
     kind = kinds.pop()
     if kinds or kind is None:
         raise UnsupportedError(f"{name} is stored in a form whose rows cannot be read alone.")

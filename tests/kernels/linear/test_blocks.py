@@ -14,7 +14,7 @@ from mlx_moeflux.kernels.linear import blocks as module
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank, expert_ffn
 from mlx_moeflux.kernels.moe.expert_pairs import readable
 
-gguf = pytest.importorskip("gguf", reason="extra: gguf")
+gguf = pytest.importorskip("gguf")
 
 from tests.checkpoint.gguf_files import random_blocks  # noqa: E402
 
