@@ -282,7 +282,8 @@ class Dispatcher:
         if backend.checks_first_use:
             known = (key.partition(" ")[0].partition("=") for key in verdicts.refused())
             gone += [name for op, _, name in known if op == self.name and name != REFERENCE]
-        return reasons + [f"{self.name}={name} failed on this GPU" for name in sorted(set(gone))]
+        reasons += [f"{self.name}={name} failed on this GPU" for name in sorted(set(gone))]
+        return reasons + [f"{self.name}={name} refused" for name in sorted(self.fallbacks)]
 
     def active(self) -> str:
         """Return the name of the implementation; for "auto" those of the back end, with the sizes

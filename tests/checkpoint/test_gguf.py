@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import struct
 from collections import Counter
@@ -43,6 +44,7 @@ from mlx_moeflux.tokenizer import load_tokenizer
 gguf = pytest.importorskip("gguf")
 
 from tests.checkpoint import gguf_files  # noqa: E402
+from tests.kernels.harness import emulated  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
@@ -205,6 +207,15 @@ def test_experts_keep_blocks(tmp_path, case, capsys):
     modes = Quantization.from_config(json.loads((packed / "config.json").read_text()))
     down = modes.spec("model.layers.0.mlp.switch_mlp.down_proj")
     assert down == QuantSpec.of_mode(kind_of("blk.0.ffn_down_exps").lower())
+
+
+def test_experts_that_no_kernel_reads_are_marked_on_a_gpu(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
+    with emulated(), load_model(path, dtype=mx.float32) as model:
+        assert model.store.stats().lossy == []
+        mx.eval(model(TOKENS[:, :2]))
+        (mark,) = model.store.stats().lossy
+    assert re.fullmatch(r"expert_mix=\w+ refused: stock MLX promises no equal bits .*", mark)
 
 
 def test_a_token_at_a_time_is_the_prompt(tmp_path):
