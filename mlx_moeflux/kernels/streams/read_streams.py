@@ -250,7 +250,7 @@ def _launches(call: Call, threads: int) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
-    S, R = 4, s.C // 8
+    S, R = 4, s.group * max(s.C // (8 * s.group), 1)
     down = examples.weight(s, x, R, S, width=S * s.C)
     norm = x(S * s.C, dtype=mx.float32)
     options = {"norm": norm, "eps": 1e-6, "streams": S}
