@@ -44,7 +44,8 @@ from mlx_moeflux.tokenizer import load_tokenizer
 gguf = pytest.importorskip("gguf")
 
 from tests.checkpoint import gguf_files  # noqa: E402
-from tests.kernels.harness import emulated  # noqa: E402
+from tests.kernels.experts import BETWEEN  # noqa: E402
+from tests.kernels.harness import emulated, launched  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
@@ -167,6 +168,11 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if "_down" in name and "blk.1" not in name else mixed(name)
 
 
+def beside_floats(name: str) -> str:
+    """Down in Q6_K, gate and up in F16, which no kernel reads together."""
+    return "Q6_K" if "down_exps" in name else "F16" if "_exps" in name else mixed(name)
+
+
 def each_kind(name: str) -> str:
     """Types without a form of MLX's by turns; routers in float32."""
     return "F32" if "inp" in name else KEPT[list(gguf_files.shapes(())).index(name) % len(KEPT)]
@@ -209,9 +215,31 @@ def test_experts_keep_blocks(tmp_path, case, capsys):
     assert down == QuantSpec.of_mode(kind_of("blk.0.ffn_down_exps").lower())
 
 
-def test_experts_that_no_kernel_reads_are_marked_on_a_gpu(tmp_path):
+@pytest.mark.slow  # g++ compiles the kernels of a model
+def test_a_kernel_computes_experts_in_blocks_on_a_gpu(tmp_path):
+    """So nothing is marked, and slots change no bit; experts that no kernel reads are marked."""
     path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
-    with emulated(), load_model(path, dtype=mx.float32) as model:
+    few = TOKENS[:, :2]
+    with load_model(path, dtype=mx.float32) as model:
+        expected = np.array(model(few))
+    with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.float32) as model:
+        with launched() as names:
+            found = np.array(model(few))
+        assert "expert_blocks" in names
+        assert model.store.stats().lossy == []
+    for memory in ("85%", "67%"):
+        options = {"expert_memory": memory, "expert_threads": 1, "dtype": mx.float32}
+        with emulated(partly_written=BETWEEN), load_model(path, **options) as model:
+            with launched() as names:
+                assert np.array_equal(np.array(model(few)), found)
+            assert "expert_blocks" in names
+            assert model.store.stats().lossy == []
+    assert relative_error(found, expected) <= 1e-5
+
+
+def test_experts_that_no_kernel_reads_are_marked_on_a_gpu(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", beside_floats)
+    with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.float32) as model:
         assert model.store.stats().lossy == []
         mx.eval(model(TOKENS[:, :2]))
         (mark,) = model.store.stats().lossy

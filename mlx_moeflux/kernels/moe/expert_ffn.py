@@ -186,6 +186,12 @@ class ExpertBank:
         return self.gate.weight.shape[0]
 
     @functools.cached_property
+    def in_blocks(self) -> bool:
+        """Whether a matrix is in ggml's blocks."""
+        specs = (part.spec for part in (self.gate, self.up, self.down))
+        return any(spec is not None and spec.block is not None for spec in specs)
+
+    @functools.cached_property
     def layout(self) -> ExpertLayout:
         """Its storage, biases and activation; see
         :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`.

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
-from mlx_moeflux.kernels.moe import expert_pairs, expert_rows, expert_tiles
+from mlx_moeflux.kernels.moe import expert_blocks, expert_pairs, expert_rows, expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import (
     ExpertBank,
     ProjectionBank,
@@ -53,13 +53,16 @@ def expert_mix(
 
 
 def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
-    """The module's formula for many tokens, in five launches: pairs are grouped by expert.
+    """The module's formula for many tokens, in five launches: pairs are grouped by expert. Banks in
+    blocks go to :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
     checked(x, slots, weights, bank, initial)
+    if bank.in_blocks:
+        return expert_blocks.mix(x, slots, weights, bank, initial)
     return expert_tiles.grouped(x, slots, weights, bank, initial)
 
 
@@ -103,7 +106,10 @@ EXPERT_MIX = Operation(
             pair_bytes=pair_bytes,
         ),
         "grouped": Implementation(
-            expert_mix_grouped, kernels=expert_tiles.KERNELS, takes=readable, pair_bytes=pair_bytes
+            expert_mix_grouped,
+            kernels=(*expert_tiles.KERNELS, *expert_blocks.KERNELS),
+            takes=readable,
+            pair_bytes=pair_bytes,
         ),
         "blas": Implementation(
             blas.expert_mix_blas,

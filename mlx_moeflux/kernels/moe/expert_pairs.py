@@ -15,6 +15,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import matvec
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
+from mlx_moeflux.kernels.moe import expert_blocks
 from mlx_moeflux.kernels.moe.expert_ffn import (
     INNER_BIASES,
     INNER_INPUTS,
@@ -30,12 +31,16 @@ MOST_EXPERTS_A_TOKEN = 16
 
 
 def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
-    """The module's formula for few tokens, in two launches: each pair reads its expert.
+    """The module's formula for few tokens, in two launches: each pair reads its expert. Banks in
+    blocks go to :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
+    if bank.in_blocks:
+        checked(x, slots, weights, bank, initial)
+        return expert_blocks.mix(x, slots, weights, bank, initial)
     inner, outer = _pair_launches(x, slots, weights, bank, initial)
     gate, up, down = bank.arrays
     of_inner, of_down = bank.bias_arrays
@@ -47,8 +52,7 @@ def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
 def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
     """Return True if kernels can read this bank and take so many experts a token."""
     try:
-        # Found once for a bank.
-        _ = bank.layout
+        width_of(bank)
     except UnsupportedError:
         return False
     return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
@@ -56,12 +60,25 @@ def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) ->
 
 def readable_in_pairs(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
     """Return the same for implementations that take a simdgroup for each of a token's experts."""
-    return 32 * weights.shape[1] <= most_threads() and readable(x, slots, weights, bank)
+    room = bank.in_blocks or 32 * weights.shape[1] <= most_threads()
+    return room and readable(x, slots, weights, bank)
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
     """Bytes of scratch that kernels need for each pair of a long call."""
+    if bank.in_blocks:
+        return expert_blocks.pair_bytes(bank)
     return (bank.layout.C + bank.layout.F) * dtype.size + 16
+
+
+def width_of(bank: ExpertBank) -> int:
+    """Return C of a bank, whose layout is found once.
+
+    Raises:
+        ShapeError: Its arrays do not fit together.
+        UnsupportedError: The kernels cannot read it.
+    """
+    return expert_blocks.forms_of(bank).C if bank.in_blocks else bank.layout.C
 
 
 def checked(x, slots, weights, bank, initial) -> None:
@@ -71,7 +88,7 @@ def checked(x, slots, weights, bank, initial) -> None:
         ShapeError: They do not.
         UnsupportedError: The kernels cannot read the bank.
     """
-    C, (N, K) = bank.layout.C, slots.shape
+    C, (N, K) = width_of(bank), slots.shape
     if x.shape != (N, C) or x.dtype not in FLOATS:
         raise ShapeError(
             f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {C}] for {N} rows of slots "
@@ -162,7 +179,8 @@ _OUTER_WIDE = MetalKernel(
     """,
 )
 
-KERNELS = (*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE)
+_OF_PAIRS = (*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE)
+KERNELS = (*_OF_PAIRS, *expert_blocks.KERNELS)
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8

@@ -138,7 +138,7 @@ _DOWN = {
     for biased in (False, True)
 }
 
-_COMBINE = MetalKernel(
+COMBINE = MetalKernel(
     "expert_combine",
     file="expert_tiles.metal",
     inputs=("out", "slots", "weights", "initial", "sizes"),
@@ -150,7 +150,7 @@ _COMBINE = MetalKernel(
     """,
 )
 
-KERNELS = (_LISTS, _TABLE, _COMBINE, *_GATED.values(), *_DOWN.values())
+KERNELS = (_LISTS, _TABLE, COMBINE, *_GATED.values(), *_DOWN.values())
 
 
 @functools.lru_cache(maxsize=64)
@@ -249,4 +249,4 @@ def combine(
     template = {"K": K, "C": C, "CONTINUES": initial is not None, "THREADS": threads}
     launch = launch_of(template, (N, -(-C // (4 * threads))), threads, [(N, C)], mx.float32)
     start = weights if initial is None else initial
-    return _COMBINE(out, slots, weights, start, _sizes(N * K, num_slots, 0), **launch)[0]
+    return COMBINE(out, slots, weights, start, _sizes(N * K, num_slots, 0), **launch)[0]
