@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -176,7 +176,7 @@ def _found(name: str, revision: str | None, gguf_file: str | None) -> Path | _Re
 
 
 def _refuse_what_is_no_model(
-    place: Path | str, names: Collection[str], ggufs: Collection[GgufEntry]
+    place: Path | str, names: Collection[str], ggufs: Sequence[GgufEntry]
 ) -> None:
     """Look at the files of a directory or a repository, in which there is no GGUF model.
 

@@ -232,17 +232,18 @@ class Conversion:
             for part in PARTS
             if f"{projection}.{part}" in components
         )
+        first = source[0]
         spec, target, whole = None, self.spec, components.get(f"{projection}.{GLOBAL_SCALE}")
         down = projection == "down_proj"
         width = self.config.moe_intermediate_size if down else self.config.hidden_size
         if len(source) > 1:
-            spec = infer_spec(source[0], source[1], width, global_scale=whole is not None)
-            target = self._requantised(source[0], spec)
-        elif source[0].dtype == "U8" and (spec := QuantSpec.of_blocks(width, source[0].shape[-1])):
-            target = self._requantised(source[0], spec)
+            spec = infer_spec(first, source[1], width, global_scale=whole is not None)
+            target = self._requantised(first, spec)
+        elif first.dtype == "U8" and (spec := QuantSpec.of_blocks(width, first.shape[-1])):
+            target = self._requantised(first, spec)
             if target is not None and self.layout != "packed":
                 raise InputError(
-                    f"{source[0].file}: mlx-lm has no {spec.mode}, in which '{source[0].name}' is; "
+                    f"{first.file}: mlx-lm has no {spec.mode}, in which '{first.name}' is; "
                     "convert to the packed layout, or dequantize."
                 )
         bias = components.get(f"{projection}.{BIAS}")
