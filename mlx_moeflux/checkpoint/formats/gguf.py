@@ -92,7 +92,7 @@ def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
     found = GgufFile(path, {}, {}, {}, metadata)
     kinds = KINDS | (REQUANTISED if requantize else {})
     taken: _Taken = {}
-    # Layers of multi-token prediction lie behind the others.
+    # Layers of multi-token prediction follow the others.
     predicted = range(config["num_hidden_layers"], header.number("block_count"))
     for file, container in zip(files, containers, strict=True):
         size = size_of(file)

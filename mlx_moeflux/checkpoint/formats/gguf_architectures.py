@@ -96,7 +96,7 @@ class Architecture:
     wrapped: bool = False
 
     def targets(self, name: str) -> list[Target]:
-        """Return where a tensor goes, with complete names; none if nobody knows it."""
+        """Return where a tensor goes, with complete names; none if no name fits."""
         stem, _, suffix = name.rpartition(".")
         found, end = self.names.get(name), ""
         if found is None and suffix in ("weight", "bias"):

@@ -110,8 +110,8 @@ def read_container(file: Path) -> Container:
 
     Raises:
         CheckpointError: The file cannot be read, is none of GGUF or is damaged.
-        UnsupportedError: It is of another version or byte order, or a tensor of a type that nobody
-            knows.
+        UnsupportedError: It is of another version or byte order, or a tensor
+        has an unknown type.
     """
     with opened(file) as fd:
         return _Header(file, fd).container()

@@ -95,7 +95,7 @@ class Header:
         return found
 
     def check_known(self) -> None:
-        """Raise UnsupportedError for a key that nobody asked for, unless its value says nothing."""
+        """Raise UnsupportedError for a key that no function read, unless its value says nothing."""
         for name, value in self._metadata.items():
             group, _, key = name.partition(".")
             known = key in self.read if group == self.architecture else group in GROUPS
