@@ -183,6 +183,7 @@ def test_a_directory_that_holds_something_is_not_touched(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
 
 
+@pytest.mark.slow
 def test_two_conversions_into_one_directory(tmp_path):
     """The second, of another process, is refused; the lock goes with the first, even killed."""
     out = tmp_path / "out"

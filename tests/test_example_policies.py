@@ -128,6 +128,7 @@ def test_no_layer_gives_what_others_need_as_much():
     assert store.moves == []
 
 
+@pytest.mark.slow
 def test_slots_move_between_tokens_without_changing_a_bit():
     balance = Balance()
     with (

@@ -138,6 +138,7 @@ def test_bigger_than_memory_holds_less_than_its_checkpoint():
     assert ours < theirs
 
 
+@pytest.mark.slow
 def test_shared_prompt_reads_the_text_once_and_in_one_process(tmp_path):
     def known(out):
         return [line.split()[1:3] for line in out.splitlines()[1:4]]

@@ -278,6 +278,7 @@ def test_lora_trains_in_a_compiled_step(register, run, twin, data, tmp_path, fla
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_adapters_load_are_tested_and_fused(register, run, twin, data, tmp_path, not_compiled):
     from mlx_lm.tuner.utils import load_adapters
 

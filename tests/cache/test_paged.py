@@ -84,6 +84,7 @@ def on_device(tmp_path_factory):
         yield model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_traced_steps_through_the_table_are_contiguous_bit_for_bit(on_device):
     """Across tails, growth, joins and leaves; what is traced stands beside what is not."""

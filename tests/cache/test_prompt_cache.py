@@ -69,6 +69,7 @@ def test_prompts_that_share_a_beginning_share_its_work(model):
     assert [read for _, read in got] == [49, 49 if recurrent else 9, 9, 9]
 
 
+@pytest.mark.slow
 def test_breakpoints_of_the_caller_and_at_regular_distances(hybrid):
     prompts = texts(1, 2, 3)
     expected = [reply(hybrid, prompt)[0] for prompt in prompts]
@@ -112,6 +113,7 @@ def test_the_state_that_comes_back_is_bit_for_bit_that_which_was_kept(model, dir
             assert same_bits(model(token, resumed.state), model(token, other))
 
 
+@pytest.mark.slow
 def test_every_option_sees_the_whole_prompt(directory):
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
     prompt = "import os\n\ndef main(argv):\n    import os\n"
@@ -248,7 +250,7 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes(hybrid, directory):
         assert cache.nbytes == 0
 
 
-@by_default("hybrid", "4 bits")
+@by_default("hybrid")
 def test_what_prompts_share_is_held_once(model):
     prompts = [p for n in (1, 2, 3) for p in texts(n)]
     sizes = []

@@ -172,6 +172,7 @@ def test_the_directory_keeps_to_its_limit_and_loses_the_oldest_ends_first(model,
     assert fresh.exists()
 
 
+@pytest.mark.slow
 def test_files_that_another_process_removed_are_not_missed(model, directory):
     (prompt,) = texts(1)
     expected, _ = reply(model, prompt)
@@ -259,6 +260,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_nothing_that_is_believed(model, 
             assert reply(model, prompt, cache) == (ids, read)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_directory(model, directory):
     prompts = texts(1, 2, 3)
     expected = [reply(model, prompt)[0] for prompt in prompts]

@@ -57,6 +57,7 @@ def test_restored_continues_as_if_never_interrupted(model, tmp_path):
     continues_from_everywhere(model, tmp_path, {0, 1, 3, 4, 20})
 
 
+@pytest.mark.slow
 @by_default("4 bits", "deepseek_v3_groups")
 def test_restored_across_a_growth_step_continues(model, tmp_path, monkeypatch):
     monkeypatch.setattr(KVCache, "declared", replace(KVCache.declared, step=4))

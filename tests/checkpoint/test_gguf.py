@@ -237,6 +237,7 @@ def test_a_kernel_computes_experts_in_blocks_on_a_gpu(tmp_path):
     assert relative_error(found, expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_experts_that_no_kernel_reads_are_marked_on_a_gpu(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", beside_floats)
     with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.float32) as model:

@@ -304,6 +304,7 @@ def test_a_download_that_breaks_off_says_that_it_resumes(hub):
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_the_rest_of_a_file(tmp_path):
     """60 MB in 60 s; the library reports parts of 10 MB."""
     with local_hub(BUNDLED_MODEL, {"model-2.safetensors": bytes(60 << 20)}) as hub:
@@ -474,6 +475,7 @@ print(json.dumps([None if isinstance(found, tuple) else str(found), str(resolve(
 """
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_make_a_branch_point_to_a_copy_without_weights(tmp_path):
     """A repository moves on; a plan keeps the copy that loads without a connection."""
     with local_hub(BUNDLED_MODEL) as hub:

@@ -183,7 +183,7 @@ def test_a_layer_file_of_zeros_is_one_line(tmp_path, layer):
             load_model(packed, expert_memory=memory)
 
 
-@pytest.mark.parametrize("layout", ["packed", "safetensors"])
+@pytest.mark.parametrize("layout", [pytest.param("packed", marks=pytest.mark.slow), "safetensors"])
 def test_it_converts(sources, expected, tmp_path, layout):
     packed = pack(sources[2], tmp_path, bits=2, places="mlx beside artifacts")
     out = convert(packed, tmp_path / "out", layout=layout, verify_written=True)

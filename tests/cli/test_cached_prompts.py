@@ -70,6 +70,7 @@ def test_a_cached_message_goes_on_and_names_its_model(capsys, tmp_path, talking)
     assert out == expected + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_directory_of_prompts_saves_the_second_reading(capsys, tmp_path):
     directory = str(tmp_path / "prompts")

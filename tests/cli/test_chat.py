@@ -182,6 +182,7 @@ def test_hidden_thinking_leaves_the_answer(monkeypatch, capsys, talking):
         assert out == expected
 
 
+@pytest.mark.slow
 def test_a_conversation_is_saved_and_goes_on(monkeypatch, capsys, talking, tmp_path):
     file, model = tmp_path / "saved.json", ("--model", str(talking))
     lines = ["/system a module", "import os", f"/save {file}", f"/save {file}", "return self"]

@@ -50,7 +50,7 @@ def kernels(request):
 
 
 @pytest.mark.parametrize(
-    "slots", [K, E - 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, E))]
+    "slots", [E - 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (K, 4, E))]
 )
 def test_bank_size_changes_no_bit(experts, open_store, slots):
     store = open_store(slots, **FUSED)

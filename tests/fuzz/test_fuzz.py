@@ -113,7 +113,7 @@ class TestTheHarness:
             ("raise ValueError", "traceback"),
             ("x = bytearray(3 << 30)", "memory"),
             ("import os; os.abort()", "crash"),
-            ("while True: pass", "hang"),
+            pytest.param("while True: pass", "hang", marks=pytest.mark.slow),
             ("return 'other text'", "changed"),
             ("raise MoefluxError('one line')", "line"),
             ("return None", "ok"),

@@ -106,7 +106,7 @@ def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):
             assert apart <= close if close else same_bits(logprobs, exact)
 
 
-@by_default("hybrid", "4 bits", "deepseek_v3_groups")
+@by_default("hybrid", "deepseek_v3_groups")
 @pytest.mark.parametrize("prefill_batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_batch_is_single(model, alone, seed, prefill_batch_size):
@@ -373,8 +373,8 @@ def test_wrong_requests_are_refused_and_leave_the_rest_alone(hybrid):
     ("prefill_batch_size", "way", "keep"),
     [
         (1, "apart", True),
-        (3, "apart", False),
         (3, "padded", True),
+        pytest.param(3, "apart", False, marks=pytest.mark.slow),
         pytest.param(1, "apart", False, marks=pytest.mark.slow),
         pytest.param(3, "apart", True, marks=pytest.mark.slow),
         pytest.param(3, "padded", False, marks=pytest.mark.slow),

@@ -105,6 +105,7 @@ def test_only_a_long_wait_releases(released):
         assert generate(model, tokenizer, PROMPT, max_tokens=4)
 
 
+@pytest.mark.slow
 def test_chat_releases_while_it_waits(released, monkeypatch, capsys):
     lines = iter(("import os", "import sys"))
 

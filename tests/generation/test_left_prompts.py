@@ -147,8 +147,8 @@ def test_nothing_is_kept(hybrid, reason):
         check(heard, alone(hybrid, prompt))
 
 
-@pytest.mark.parametrize("way", ["apart", "padded"])
-@pytest.mark.parametrize("step_size", [None, CHUNK])
+@pytest.mark.parametrize("way", [pytest.param("apart", marks=pytest.mark.slow), "padded"])
+@pytest.mark.parametrize("step_size", [pytest.param(None, marks=pytest.mark.slow), CHUNK])
 def test_one_of_three_leaves(hybrid, way, step_size, monkeypatch):
     """The others are not read again, and the cache has what was read of the one."""
 

@@ -37,6 +37,7 @@ def fake_times(monkeypatch):
     monkeypatch.setattr(tuning, "_decode", decode)
 
 
+@pytest.mark.slow
 def test_a_reader_whose_buffers_do_not_fit_is_named(fake_times):
     lines = []
     tune(BUNDLED_MODEL, budgets=["12.5%", "50%"], report=lines.append)

@@ -65,6 +65,7 @@ def test_segments_give_the_same_bits_and_the_same_account(options, B):
     assert totals[0][3] > 100
 
 
+@pytest.mark.slow
 def test_banks_change_between_steps():
     """Other sizes, complete layers, copies that somebody else's results forced."""
     with opened() as model:

@@ -385,6 +385,7 @@ def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
                 assert relative_error(logits[b, 0], alone) <= 4 * LIMIT
 
 
+@pytest.mark.slow
 def test_keys_values_and_index_keys_in_8_bits(tmp_path):
     with pytest.raises(InputError, match="kv_group_size"):
         load_model(ROWS, kv_bits=8)  # its rows have no groups of 64

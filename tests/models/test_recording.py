@@ -81,10 +81,10 @@ def told(kind: str, B: int, compiles: bool, **options):
     [
         pytest.param("resident", 1, {}, marks=pytest.mark.slow),
         pytest.param("resident", 3, {}, marks=pytest.mark.slow),
-        pytest.param("streamed", 1, {}, marks=pytest.mark.slow),
+        ("streamed", 1, {}),
         pytest.param("streamed", 2, {}, marks=pytest.mark.slow),
         pytest.param("complete", 1, {}, marks=pytest.mark.slow),
-        ("mixed", 2, {"eviction": "lru"}),
+        pytest.param("mixed", 2, {"eviction": "lru"}, marks=pytest.mark.slow),
         pytest.param(
             "streamed", 1, {"prefetch": "ahead", "keep_all_ahead": True}, marks=pytest.mark.slow
         ),

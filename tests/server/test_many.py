@@ -210,6 +210,7 @@ def test_storms_leave_nothing_behind(tiny, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2_000, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_a_long_prompt_reads_each_expert_once_while_a_stream_goes_on(tmp_path, tokens, monkeypatch):
     shape = replace(synthesize.SHAPES["qwen3.5-tiny"], max_position_embeddings=40_000)

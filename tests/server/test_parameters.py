@@ -121,6 +121,7 @@ def test_a_bias_moves_one_reply_alone(server, tiny, greedy):
     )
 
 
+@pytest.mark.slow
 def test_penalties_count_the_reply(server, greedy):
     """What was said once is never said again."""
     body = {"max_tokens": 24, "presence_penalty": 2, "frequency_penalty": 2, "logprobs": True}
@@ -135,6 +136,7 @@ def test_penalties_count_the_reply(server, greedy):
     assert content(server.chat(max_tokens=24, repetition_penalty=1.0)) == greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_schema_holds(server, stream):
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}

@@ -336,6 +336,7 @@ def test_interrupted_at_any_event(experts, wrapped, kind):
     assert interrupted > 2
 
 
+@pytest.mark.slow
 def test_interrupted_at_every_line(experts):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
     folder, countdown = os.path.dirname(package.__file__), 0

@@ -124,6 +124,7 @@ def test_what_is_handed_over_costs_no_copy(experts, open_store):
     thread.join()
 
 
+@pytest.mark.slow
 def test_interrupted_while_the_bank_is_left(experts):
     """KeyboardInterrupt at every line of the fence and of a resize."""
     # Not the store itself: a tracer raises where an interrupt cannot, before a lock is released.

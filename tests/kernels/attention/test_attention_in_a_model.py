@@ -35,6 +35,7 @@ def check(kernels, *, padding):
     assert max(map(error, logits(kernels, padding=padding), reference)) <= 1e-4 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_says_the_same_with_fused_attention(padding):
     with emulated():

@@ -116,6 +116,7 @@ def test_only_launches_differ_from_apples_back_end():
     assert MetalDevice.checks_first_use
 
 
+@pytest.mark.slow
 @by_default("qwen3-tiny")
 def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
     directory, options, operations = run

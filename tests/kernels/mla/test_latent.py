@@ -242,8 +242,8 @@ FEW = 3 * 80 * (3 * 64 + 32)
 @pytest.mark.parametrize(
     ("at_once", "start"),
     [
-        (fused.VALUES_AT_ONCE, None),
         (FEW, [0, 40]),
+        pytest.param(fused.VALUES_AT_ONCE, None, marks=pytest.mark.slow),
         pytest.param(fused.VALUES_AT_ONCE, [0, 40], marks=pytest.mark.slow),
         pytest.param(FEW, None, marks=pytest.mark.slow),
     ],

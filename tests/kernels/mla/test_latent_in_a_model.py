@@ -54,7 +54,7 @@ def on_the_cpu(directory, **options):
 
 
 @pytest.mark.parametrize("padding", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("absorbed", [True, False])
+@pytest.mark.parametrize("absorbed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_says_the_same_with_fused_forms(
     device_of_a_model, quantised, monkeypatch, padding, absorbed
 ):
@@ -84,7 +84,7 @@ STEP = {
 
 @pytest.mark.parametrize("padding", [None, pytest.param([3, 0], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("low", [None, 1536])
+@pytest.mark.parametrize("low", [None, pytest.param(1536, marks=pytest.mark.slow)])
 def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(padding, split, low):
     """What is traced, untraced; against the operations one by one. low: the width of what
     queries are made of."""

@@ -70,7 +70,7 @@ def test_as_many_simdgroups_as_cuda_takes():
         test_agrees_with_float64("emulator", SIZES[3])
 
 
-@pytest.mark.parametrize("bits", [4, 8, 0])
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.slow), 8, 0])
 def test_attention_goes_on_with_the_same_bits(device, bits):
     mx.random.seed(bits)
     draw = lambda *shape: mx.random.normal(shape).astype(BF16)  # noqa: E731

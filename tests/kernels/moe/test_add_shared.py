@@ -72,7 +72,7 @@ def test_without_experts(device, implementation, scored):
         assert error(implementation(*args, **options), truth) <= limit
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("scored", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_apart_is_the_same_bits(device, scored):
     for sizes in SIZES:
         args, options, _ = arguments(sizes, scored=scored)

@@ -45,6 +45,15 @@ SIZES = [
     (2, 3, 9, 96, 40, 0, False, 0, 0, 32, mx.bfloat16, True, True, mx.float32),
     (1, 2, 9, 64, 32, 32, True, 4, 8, 32, mx.bfloat16, False, True, mx.float16),
 ]
+# By default one of each dtype, and one of unquantised experts.
+CHOSEN = [
+    pytest.param(
+        sizes,
+        id="-".join(map(str, sizes[:10])),
+        marks=[pytest.mark.slow] * (i not in (0, 1, 2, 6)),
+    )
+    for i, sizes in enumerate(SIZES)
+]
 
 
 def arguments(sizes):
@@ -70,7 +79,7 @@ def arguments(sizes):
     return (random_array(rng, (N, 1, C), dtype), weights, bank), options
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:10])))
+@pytest.mark.parametrize("sizes", CHOSEN)
 def test_the_bits_of_the_launches_that_it_replaces(device, sizes):
     args, options = arguments(sizes)
     y, expected = moe_step_fused(*args, **options), moe_step(*args, **options, steps=Apart)

@@ -152,6 +152,7 @@ def test_one_text_serves_any_number_of_rows():
     assert packing.by_rows([((3, 8), mx.float32), ((2, 8), mx.float32)]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_what_was_found_is_forgotten_when_a_packing_goes():
     """Another may get its ids."""
