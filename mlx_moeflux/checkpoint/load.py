@@ -171,8 +171,7 @@ class _VirtualFile:
         self.error: Exception | None = None
         entries, end = {}, 0
         for i, tensor in enumerate(tensors):
-            # MLX has no type for floats of 8 bits: see mlx_dtype.
-            dtype = "U8" if tensor.dtype.startswith("F8_") else tensor.dtype
+            dtype = "U8" if mlx_dtype(tensor.dtype) == mx.uint8 else tensor.dtype
             span = [end, end + tensor.nbytes]
             entries[str(i)] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": span}
             end = span[1]

@@ -11,7 +11,8 @@ writes them, with one entry for each module that differs.
             a float32 for the whole matrix, element = E2M1(q) * E4M3(scale) * global_scale / 2688
 
 2688 is 6 * 448, the largest numbers of E2M1 and E4M3. Other modes are blocks of bytes, ``weight``
-[out, bytes of a row] uint8 alone: :mod:`mlx_moeflux.checkpoint.blocks`.
+[out, bytes of a row] uint8 alone, whose stored dtype is the mode's name: see
+:mod:`mlx_moeflux.checkpoint.blocks`.
 
 Source: OCP Microscaling Formats 1.0, sections 5 and 6; MLX 0.32.4's ``quantize``.
 """
@@ -108,15 +109,6 @@ class QuantSpec:
             f"supported, only {_words(tuple(MX_MODES))} are."
         )
 
-    @classmethod
-    def of_blocks(cls, width: int, nbytes: int) -> QuantSpec | None:
-        """Return the mode whose blocks hold rows of `width` elements in so many bytes, or None."""
-        for name, mode in BLOCK_MODES.items():
-            count, rest = divmod(width, mode.elements)
-            if not rest and 0 < nbytes == count * mode.nbytes:
-                return cls.of_mode(name)
-        return None
-
     @property
     def is_affine(self) -> bool:
         """True for scales and biases in floats, False for scales in bytes alone, or blocks."""
@@ -128,10 +120,10 @@ class QuantSpec:
         return BLOCK_MODES.get(self.mode)
 
     def row(self, width: int) -> tuple[str, int]:
-        """dtype, by safetensors' name, and number of what holds the numbers of a row of ``width``
-        elements: uint32 words, or bytes of blocks."""
+        """dtype (see :data:`~mlx_moeflux.checkpoint.tensors.ITEMSIZE`) and number of what holds the
+        numbers of a row of ``width`` elements: uint32 words, or bytes of blocks."""
         if self.block is not None:
-            return "U8", self.groups(width) * self.block.nbytes
+            return self.mode, self.groups(width) * self.block.nbytes
         return "U32", self.words(width)
 
     def width(self, count: int) -> int:

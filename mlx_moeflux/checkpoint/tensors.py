@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, overload
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.files import (
     inside_path,
     opened,
@@ -39,14 +40,17 @@ _CODES = {
     4: "U32 I32 F32",
     8: "U64 I64 F64 C64",
 }
-ITEMSIZE = {code: size for size, codes in _CODES.items() for code in codes.split()}
+SAFETENSORS = {code: size for size, codes in _CODES.items() for code in codes.split()}
 """Bytes of one element, by safetensors dtype code."""
+ITEMSIZE = SAFETENSORS | dict.fromkeys(BLOCK_MODES, 1)
+"""The same, and 1 by each mode of ggml's blocks: rows of it are bytes."""
 
 _MLX_KINDS = {"U": "uint", "I": "int", "F": "float", "BF": "bfloat", "C": "complex"}
 
 
 def mlx_dtype(code: str) -> mx.Dtype:
-    """The MLX dtype that holds a safetensors dtype; 8-bit floats are held as uint8."""
+    """The MLX dtype that holds a dtype of :data:`ITEMSIZE`; 8-bit floats and blocks are held as
+    uint8."""
     import mlx.core as mx
 
     if code not in ITEMSIZE:
@@ -61,7 +65,7 @@ def mlx_dtype(code: str) -> mx.Dtype:
 
 
 class Shaped:
-    """Base of objects with a dtype (a safetensors code) and a shape."""
+    """Base of objects with a dtype (of :data:`ITEMSIZE`) and a shape."""
 
     __slots__ = ()
     dtype: str
@@ -453,7 +457,7 @@ def _check_entries(file: Path, header: dict, *, data_start: int) -> dict[str, Te
         if not isinstance(entry, dict):
             raise _bad_entry(file, name, f"is described by {entry!r}, not by an object")
         dtype, shape = entry.get("dtype"), entry.get("shape")
-        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        if not isinstance(dtype, str) or dtype not in SAFETENSORS:
             raise _bad_entry(file, name, f"has dtype {dtype!r}, which this package does not read")
         if not is_shape(shape):
             raise _bad_entry(file, name, f"has shape {shape!r}, not a list of sizes")

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS
 from mlx_moeflux.checkpoint.names import (
     BIAS,
@@ -239,7 +240,8 @@ class Conversion:
         if len(source) > 1:
             spec = infer_spec(first, source[1], width, global_scale=whole is not None)
             target = self._requantised(first, spec)
-        elif first.dtype == "U8" and (spec := QuantSpec.of_blocks(width, first.shape[-1])):
+        elif first.dtype in BLOCK_MODES:
+            spec = QuantSpec.of_mode(first.dtype)
             target = self._requantised(first, spec)
             if target is not None and self.layout != "packed":
                 raise InputError(

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.config import hoisted
 from mlx_moeflux.checkpoint.hub import resolve_headers
 from mlx_moeflux.checkpoint.quantization import Quantization
@@ -94,9 +95,8 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
     trunk = list(mapped.trunk.items())
     if bits is not None and bits not in (2, 3, 4, 5, 6, 8):
         raise InputError(f"weights cannot have {bits} bits; choose 2, 3, 4, 5, 6 or 8.")
-    if bits is not None and any(
-        ref.dtype in ("U32", "U8") for tensors in (trunk, *experts.values()) for _, ref in tensors
-    ):
+    every = [ref for tensors in (trunk, *experts.values()) for _, ref in tensors]
+    if bits is not None and any(ref.dtype in ("U32", "U8", *BLOCK_MODES) for ref in every):
         raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
     shards = [shard for parts in mapped.tables.values() for shard in parts]
     embedding = [] if config.tie_word_embeddings else [t for t in trunk if "embed_tokens" in t[0]]

@@ -15,7 +15,9 @@ from mlx_moeflux.experts.io.layout import BlockLayout, Component
 gguf = pytest.importorskip("gguf")
 
 # Byte of a float16 in a block.
-HALVES = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+HALVES = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
+HALVES |= dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2))
+HALVES |= dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,))
 SPECIAL = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 65504.0, 6e-8], np.float16)
 
 
@@ -27,7 +29,7 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> bool:
     return actual.shape == expected.shape and bool((equal | (nan & np.isnan(actual))).all())
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 5, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 21, 2)], ids=str)
 @pytest.mark.parametrize("xp", [np, mx], ids=["numpy", "mlx"])
 @pytest.mark.parametrize("name", BLOCK_MODES)
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -54,11 +56,10 @@ def test_sizes_are_gguf_s(name):
 
 
 @pytest.mark.parametrize("name", BLOCK_MODES)
-def test_a_row_tells_its_mode(name):
+def test_rows_of_a_mode(name):
     spec, mode = QuantSpec.of_mode(name), BLOCK_MODES[name]
     for width in (mode.elements, 3 * 256, 2048):
-        assert spec.row(width) == ("U8", width // mode.elements * mode.nbytes)
-        assert QuantSpec.of_blocks(width, spec.row(width)[1]) == spec
+        assert spec.row(width) == (name, width // mode.elements * mode.nbytes)
         assert spec.width(spec.row(width)[1]) == width
     assert not spec.is_affine
     with pytest.raises(ShapeError, match="does not divide"):
@@ -67,29 +68,28 @@ def test_a_row_tells_its_mode(name):
     assert Quantization.from_config(block).spec("any") == spec
 
 
-@pytest.mark.parametrize(
-    ("width", "nbytes"), [(256, 145), (256, 0), (0, 0), (128, 105), (512, 210)]
-)
-def test_other_rows_are_no_blocks(width, nbytes):
-    assert QuantSpec.of_blocks(width, nbytes) is None
-
-
 def layout(down: Component, *more: Component) -> BlockLayout:
-    inner = [Component(f"{p}_proj.weight", "U8", (256, 2 * 210)) for p in ("gate", "up")]
+    inner = [Component(f"{p}_proj.weight", "q6_k", (256, 2 * 210)) for p in ("gate", "up")]
     return BlockLayout((*inner, down, *more))
 
 
 def test_layout_of_blocks():
-    down = Component("down_proj.weight", "U8", (512, 110))
+    down = Component("down_proj.weight", "q3_k", (512, 110))
     found = layout(down)
     assert {p: spec.mode for p, spec in found.specs.items()} == {
         "gate_proj": "q6_k", "up_proj": "q6_k", "down_proj": "q3_k",
     }  # fmt: skip
     assert found.nbytes == 2 * 256 * 420 + 512 * 110
-    with pytest.raises(ShapeError, match=r"'down_proj.weight U8 \[512, 111\]' .* must be BF16"):
-        layout(Component("down_proj.weight", "U8", (512, 111)))
-    with pytest.raises(ShapeError, match="no quantisation"):
-        layout(down, Component("down_proj.scales", "U8", (512, 8)))
+    # Of as many bytes: the dtype alone tells them apart.
+    for mode in ("q4_k", "q4_0", "iq4_nl"):
+        other = layout(Component("down_proj.weight", mode, (512, 144)))
+        assert other.specs["down_proj"] == QuantSpec.of_mode(mode)
+    with pytest.raises(ShapeError, match=r"weight q3_k \[512, 111\]' .* q3_k \[512, 110"):
+        layout(Component("down_proj.weight", "q3_k", (512, 111)))
+    with pytest.raises(ShapeError, match=r"'down_proj.weight U8 \[512, 110\]' .* must be BF16"):
+        layout(Component("down_proj.weight", "U8", (512, 110)))
+    with pytest.raises(ShapeError, match="'down_proj' of an expert is in blocks of q3_k and must"):
+        layout(down, Component("down_proj.scales", "U8", (512, 1)))
 
 
 def test_blocks_are_not_made(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from mlx_moeflux.checkpoint.tensors import (
-    ITEMSIZE,
+    SAFETENSORS,
     StackedRefs,
     StridedRefs,
     TensorIndex,
@@ -28,10 +28,10 @@ def one_sentence(message, *parts):
         assert part in message, (part, message)
 
 
-@pytest.mark.parametrize("code", sorted(ITEMSIZE))
+@pytest.mark.parametrize("code", sorted(SAFETENSORS))
 def test_load_keeps_every_bit_of_every_dtype(code, tmp_path, write_safetensors):
     shape = (3, 5, 2)
-    raw = np.random.default_rng(7).integers(0, 256, 30 * ITEMSIZE[code], np.uint8)
+    raw = np.random.default_rng(7).integers(0, 256, 30 * SAFETENSORS[code], np.uint8)
     raw = raw & 1 if code == "BOOL" else raw
     end = 3 + raw.nbytes
     header = {

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
@@ -185,7 +186,8 @@ def _stored(tensor: StoredTensor, file: Path, kinds: Mapping[str, BlockKind]) ->
     rows = shape
     if kind is not None and shape:
         rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes)
-    raw = TensorRef(tensor.name, file, tensor.offset, PLAIN.get(name, "U8"), rows)
+    dtype = name.lower() if name.lower() in BLOCK_MODES else PLAIN.get(name, "U8")
+    raw = TensorRef(tensor.name, file, tensor.offset, dtype, rows)
     stored = _Stored(raw, kind, shape)
     if kind is not None and len(shape) < 2:
         raise stored.wrong("no matrix's")

@@ -290,7 +290,12 @@ _IN_MLX = (
     MlxKind("Q5_K", 256, 176, 5, _q5_codes, _k_affine),
     MlxKind("MXFP4", 32, 17, 4, _halves_at(1), _mx_scales, _mx_values, byte_scales=True),
 )
-_KEPT = [BlockKind(name.upper(), b.elements, b.nbytes) for name, b in BLOCK_MODES.items()]
+_NAMES = [kind.name for kind in _IN_MLX]
+_KEPT = [
+    BlockKind(name.upper(), block.elements, block.nbytes)
+    for name, block in BLOCK_MODES.items()
+    if name.upper() not in _NAMES
+]
 KINDS = {kind.name: kind for kind in (*_IN_MLX, *_KEPT)}
 """By GGUF's name."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.names import BIAS, COMPONENT_ORDER, GLOBAL_SCALE, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs
@@ -22,7 +23,7 @@ _FLOATS = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor of a block: `name` such as ``gate_proj.weight``, safetensors `dtype`, `shape`."""
+    """One tensor of a block: `name` such as ``gate_proj.weight``, `dtype` of ITEMSIZE, `shape`."""
 
     name: str
     dtype: str
@@ -77,8 +78,8 @@ class BlockLayout(Layout):
 
     Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
     ``[out, in]`` float, or ``[out, in * bits / 32]`` uint32 with scales and biases
-    ``[out, in / group_size]``, or with scales of one byte alone, or ``[out, bytes of a row]`` uint8
-    of blocks; a global scale is ``[1]`` float32, a bias ``[out]`` float.
+    ``[out, in / group_size]``, or with scales of one byte alone, or ``[out, bytes of a row]`` of
+    blocks, whose dtype is their mode; a global scale is ``[1]`` float32, a bias ``[out]`` float.
 
     Raises:
         ShapeError: Components are missing, in another order, or do not fit each other.
@@ -121,7 +122,7 @@ class BlockLayout(Layout):
 
     @cached_property
     def specs(self) -> dict[str, QuantSpec | None]:
-        """Projection name -> its quantisation, derived from the shapes; None for floats."""
+        """Projection name -> its quantisation, derived from dtypes and shapes; None for floats."""
         return {p: self._spec(p, width) for p, (_, width) in self._dims().items()}
 
     @property
@@ -144,14 +145,15 @@ class BlockLayout(Layout):
         return {"gate_proj": (F, C), "up_proj": (F, C), "down_proj": (C, F)}
 
     def _spec(self, projection: str, width: int) -> QuantSpec | None:
+        weight = self._by_name[f"{projection}.weight"]
         scales = self._by_name.get(f"{projection}.scales")
+        if weight.dtype in BLOCK_MODES:
+            return QuantSpec.of_mode(weight.dtype)
         if scales is None:
-            weight = self._by_name[f"{projection}.weight"]
-            blocks = weight.dtype == "U8"
-            return QuantSpec.of_blocks(width, weight.shape[1]) if blocks else None
+            return None
         return QuantSpec.of_shapes(
             width,
-            self._by_name[f"{projection}.weight"].shape[1],
+            weight.shape[1],
             scales.shape[1],
             byte_scales=scales.dtype == "U8",
             global_scale=f"{projection}.{GLOBAL_SCALE}" in self._by_name,
@@ -166,6 +168,10 @@ class BlockLayout(Layout):
                 "byte alone."
             )
         spec = self._spec(projection, width)
+        if spec is not None and spec.block is not None and parts[0] is not None:
+            raise ShapeError(
+                f"'{projection}' of an expert is in blocks of {spec.mode} and must have no scales."
+            )
         if spec is None:
             expected, dtypes = (rows, width), _FLOATS
         else:

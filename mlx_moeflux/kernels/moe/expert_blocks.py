@@ -94,7 +94,7 @@ def form_of(bank: ProjectionBank, width: int) -> Form:
         UnsupportedError: The kernel does not read them.
     """
     weight, spec, scales = bank.weight, bank.spec, bank.scales
-    if spec is None or not (spec.block or spec.is_affine) or bank.bias is not None:
+    if spec is None or spec.mode not in KINDS or bank.bias is not None:
         raise UnsupportedError(
             f"beside experts in blocks kernels read affine ones without biases, not {spec} of "
             f"{weight.dtype}; take the reference."
