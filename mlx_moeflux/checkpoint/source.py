@@ -109,7 +109,7 @@ def open_checkpoint(
 
     gguf_file: Which of its GGUF models, see
     :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`.
-    requantize: Of GGUF, blocks without a form of MLX's are quantised anew.
+    requantize: Of GGUF, see :func:`~mlx_moeflux.checkpoint.formats.gguf.open_gguf`.
 
     Raises:
         InputError: There is nothing to quantise anew.

@@ -101,9 +101,10 @@ class LoadOptions:
     )
     requantize: bool = option(
         False,
-        "Quantise blocks of GGUF that MLX has no form for, such as Q6_K, anew to 8 bits, which "
-        "kernels read; lossy, which the statistics report.",
-        Flag("quantise GGUF's blocks that no kernel reads to 8 bits: lossy", bool),
+        "Give experts and trunk of GGUF MLX's forms throughout. Those of Q4_0, Q4_1, Q5_0, Q5_1, "
+        "Q8_0, Q4_K, Q5_K and MXFP4 are exact; other types get 8 bits, which is lossy, and the "
+        "statistics report it.",
+        Flag("MLX's forms for GGUF's blocks, 8 bits where none is exact: lossy", bool),
     )
     wired_memory: str | float | None = option(
         None,

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
-from mlx_moeflux.checkpoint.formats.gguf_blocks import KINDS, BlocksRef
+from mlx_moeflux.checkpoint.formats.gguf_blocks import EXACT, BlocksRef
 from mlx_moeflux.checkpoint.tensors import Ref, TensorRef
 from mlx_moeflux.errors import CheckpointError
 
@@ -53,7 +54,7 @@ def test_blocks_in_another_order(tmp_path):
     raw = np.random.default_rng(4).integers(0, 256, (8, 4 * 34), dtype=np.uint8)
     (tmp_path / "b").write_bytes(raw.tobytes())
     source = TensorRef("x", tmp_path / "b", 0, "U8", raw.shape)
-    ref = BlocksRef("x", source, kind=KINDS["Q8_0"], part="weight")
+    ref = BlocksRef("x", source, kind=BLOCK_MODES["q8_0"], form=EXACT["Q8_0"], part="weight")
     words = loaded(ref)
     joined = JoinedRef("j", [ref.rows(4, 8), ref.rows(0, 4)])
     assert np.array_equal(loaded(joined), np.roll(words, 4, axis=0))

@@ -15,10 +15,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4
 from mlx_moeflux.checkpoint.formats import gguf as ours
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     ELEMENTS_AT_ONCE,
-    KINDS,
+    EXACT,
     REQUANTISED,
     BlocksRef,
     BlockValuesRef,
@@ -49,8 +50,9 @@ from tests.kernels.harness import emulated, launched  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
-KEPT = ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-EXACT = ("Q8_0", "Q4_K", "Q5_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+KINDS = {kind.name: kind for kind in (*BLOCK_MODES.values(), MXFP4)}
+KEPT = [kind.name for kind in BLOCK_MODES.values()]
+INEXACT = ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 
 def logits(path: Path, **options) -> np.ndarray:
@@ -60,12 +62,12 @@ def logits(path: Path, **options) -> np.ndarray:
     return result
 
 
-def parts_of(kind: str, rows: int, width: int, file: Path, kinds=KINDS):
-    """The affine parts of random blocks as arrays, and gguf's values."""
+def parts_of(kind: str, rows: int, width: int, file: Path):
+    """The parts of random blocks in MLX's form as arrays, and gguf's values."""
     raw = gguf_files.random_blocks(kind, rows, width, np.random.default_rng(rows))
     file.write_bytes(raw.tobytes())
     source = TensorRef("x", file, 0, "U8", raw.shape)
-    parts = BlocksRef.parts("x", source, kinds[kind])
+    parts = BlocksRef.parts("x", source, KINDS[kind], REQUANTISED[kind])
     return parts, gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
 
 
@@ -78,9 +80,10 @@ def dequantised(parts, bits: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("rows", "chunks"), [(37, 1), (137, 3)])
 @pytest.mark.parametrize("kind", EXACT)
-def test_blocks_are_affine_exactly(tmp_path, kind, rows, chunks):
+def test_blocks_have_forms_exactly(tmp_path, kind, rows, chunks):
     assert chunks == -(-rows // (ELEMENTS_AT_ONCE // 512))
     parts, expected = parts_of(kind, rows, 512, tmp_path / "x")
+    assert EXACT[kind] is REQUANTISED[kind]
     assert np.array_equal(dequantised(parts, KINDS[kind].bits), expected)
     some = {part: ref.rows(5, 19) for part, ref in parts.items()}
     assert np.array_equal(dequantised(some, KINDS[kind].bits), expected[5:19])
@@ -92,7 +95,7 @@ def test_blocks_are_affine_exactly(tmp_path, kind, rows, chunks):
     assert len(np.unique(expected)) > (20 if kind == "MXFP4" else 1000)
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", INEXACT)
 def test_other_blocks_are_floats_exactly(tmp_path, kind):
     raw = gguf_files.random_blocks(kind, 67, 512, np.random.default_rng(7))
     (tmp_path / "x").write_bytes(raw.tobytes())
@@ -103,9 +106,9 @@ def test_other_blocks_are_floats_exactly(tmp_path, kind):
     assert np.array_equal(np.array(values.rows(5, 19).load()), expected[5:19])
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", INEXACT)
 def test_quantised_anew_they_are_within_half_a_step(tmp_path, kind):
-    parts, expected = parts_of(kind, 23, 768, tmp_path / "x", REQUANTISED)
+    parts, expected = parts_of(kind, 23, 768, tmp_path / "x")
     actual = dequantised(parts, 8).reshape(-1, 32)
     groups = expected.reshape(-1, 32)
     step = np.ptp(groups, axis=1) / 255
@@ -120,7 +123,7 @@ def test_equal_elements_quantised_anew(tmp_path):
     raw[1, 192:208] = 3
     (tmp_path / "x").write_bytes(raw.tobytes())
     ref = TensorRef("x", tmp_path / "x", 0, "U8", raw.shape)
-    values = dequantised(BlocksRef.parts("x", ref, REQUANTISED["Q6_K"]), 8)
+    values = dequantised(BlocksRef.parts("x", ref, KINDS["Q6_K"], REQUANTISED["Q6_K"]), 8)
     assert np.array_equal(values, gguf.dequantize(raw, gguf.GGMLQuantizationType.Q6_K))
     assert set(values.flat) == {0.0, -48.0}
 
@@ -168,22 +171,32 @@ def q4_k_m(name: str) -> str:
     return "Q6_K" if "_down" in name and "blk.1" not in name else mixed(name)
 
 
+def q3_k_m(name: str) -> str:
+    """Down in Q6_K, gate and up in Q3_K."""
+    return "Q6_K" if "_down" in name else "Q3_K" if "_exps" in name else mixed(name)
+
+
 def beside_floats(name: str) -> str:
     """Down in Q6_K, gate and up in F16, which no kernel reads together."""
     return "Q6_K" if "down_exps" in name else "F16" if "_exps" in name else mixed(name)
 
 
 def each_kind(name: str) -> str:
-    """Types without a form of MLX's by turns; routers in float32."""
-    return "F32" if "inp" in name else KEPT[list(gguf_files.shapes(())).index(name) % len(KEPT)]
+    """Types by turns, three others for the experts of each layer; routers in float32."""
+    i = list(gguf_files.shapes(())).index(name)
+    return "F32" if "inp" in name else KEPT[(i + 3 * (i // 12)) % len(KEPT)]
 
 
-KEPT_CASES = {"Q4_K_M": q4_k_m, "each": each_kind}
+KEPT_CASES = {"Q4_K_M": q4_k_m, "each": each_kind, "floats": beside_floats}
 KEPT_CASES |= {kind: lambda name, kind=kind: "F32" if "inp" in name else kind for kind in KEPT}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in KEPT)) for case in KEPT_CASES]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case not in ("Q4_K_M", "each")))
+        for case in KEPT_CASES
+    ],
 )
 def test_experts_keep_blocks(tmp_path, case, capsys):
     kind_of = KEPT_CASES[case]
@@ -196,7 +209,8 @@ def test_experts_keep_blocks(tmp_path, case, capsys):
     words = capsys.readouterr().err
     names = [name for name, shape in gguf_files.shapes(()).items() if len(shape) > 1]
     for kind, count in Counter(kind_of(name) for name in names if "_exps" not in name).items():
-        assert (f"{count} tensors of {kind} decoded to float32, " in words) == (kind in KEPT)
+        line = f"{count} tensor{'s' * (count > 1)} of {kind} decoded to float32, "
+        assert (line in words) == (kind in INEXACT)
     tensors = [t for t in gguf.GGUFReader(path).tensors if "_exps" in t.name]
     stored = {tensor.name: tensor.n_bytes // gguf_files.E for tensor in tensors}
     for memory in ("85%", "67%"):
@@ -218,7 +232,7 @@ def test_experts_keep_blocks(tmp_path, case, capsys):
 @pytest.mark.slow  # g++ compiles the kernels of a model
 def test_a_kernel_computes_experts_in_blocks_on_a_gpu(tmp_path):
     """So nothing is marked, and slots change no bit; experts that no kernel reads are marked."""
-    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
+    path = gguf_files.write(tmp_path / "model.gguf", q3_k_m)
     few = TOKENS[:, :2]
     with load_model(path, dtype=mx.float32) as model:
         expected = np.array(model(few))
@@ -262,7 +276,7 @@ def test_blocks_become_floats_and_other_forms_refuse_them(tmp_path):
     for layout in ("packed", "safetensors"):
         out = convert(path, tmp_path / layout, layout=layout, dequantize=True)
         assert relative_error(logits(out), expected) <= 1e-5
-    with pytest.raises(InputError, match=r"mlx-lm has no q6_k, in which 'blk\.\d\.ffn_"):
+    with pytest.raises(InputError, match=r"mlx-lm has no q\d_k, in which 'blk\.\d\.ffn_"):
         convert(path, tmp_path / "no", layout="safetensors")
     with pytest.raises(InputError, match="quantised already"):
         convert(path, tmp_path / "no", quantize=True)
@@ -270,15 +284,22 @@ def test_blocks_become_floats_and_other_forms_refuse_them(tmp_path):
 
 
 def test_requantize_says_so(tmp_path, capsys):
-    """With the error of the logits: 8 bits in groups of 32 for 6 bits in groups of 16."""
+    """With the error of the logits: 8 bits in groups of 32 for 6 bits in groups of 16. Q4_K of the
+    same experts gets its exact form."""
     path = gguf_files.write(
         tmp_path / "model.gguf", lambda name: "Q6_K" if "down" in name else mixed(name)
     )
     expected = logits(tmp_path / "meaning")
+    for components in ours.open_gguf(path, requantize=True).blocks.values():
+        forms = {name: refs[0].dtype for name, refs in components.items()}
+        assert forms.pop("up_proj.weight") == forms.pop("down_proj.weight") == "U32"
+        assert len(forms) == 7
     with load_model(path, requantize=True, verbose=True) as model:
         actual = np.array(model(TOKENS))
         words = "Q6_K quantised anew to 8 bits in groups of 32 in 3 tensors"
         assert model.store.stats().lossy == [words]
+    streamed = logits(path, requantize=True, expert_memory="80%", expert_threads=1)
+    assert np.array_equal(streamed, actual)
     assert words in capsys.readouterr().err
     errors = np.abs(actual - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
     # Of most tokens; a few may go to other experts.

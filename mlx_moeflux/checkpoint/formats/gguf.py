@@ -1,8 +1,9 @@
 """GGUF files: metadata as config.json, tensors under Hugging Face's names.
 
-Experts stream as byte ranges of the file. What names and metadata mean, and what the converter did
-to values, is in :mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`; blocks of quantised
-tensors are in :mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`.
+Experts keep the file's blocks, so that they stream as its byte ranges, or all become MLX's forms.
+Matrices of the trunk become those, or floats: :mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`.
+What names and metadata mean, and what the converter did to values, is in
+:mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockMode
 from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
@@ -27,13 +28,12 @@ from mlx_moeflux.checkpoint.formats.gguf_architectures import (
     Target,
 )
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
+    EXACT,
     GROUP,
-    KINDS,
     REQUANTISED,
-    BlockKind,
     BlocksRef,
     BlockValuesRef,
-    MlxKind,
+    MlxForm,
 )
 from mlx_moeflux.checkpoint.formats.gguf_container import StoredTensor, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
@@ -44,7 +44,7 @@ from mlx_moeflux.checkpoint.names import in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, Ref, StackedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
-PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+PLAIN = ("F32", "F16", "BF16")
 
 
 @dataclass
@@ -56,7 +56,7 @@ class GgufFile:
     blocks: MoE layer id -> component -> references.
     metadata: Of the first shard, strings and numbers.
     decoded: Matrices of blocks that are read as floats: name -> type of block and elements.
-    requantised: Names of tensors that are quantised anew, with their type.
+    requantised: Names of tensors whose form of MLX's is not exact, with their type.
     """
 
     path: Path
@@ -71,7 +71,8 @@ class GgufFile:
 def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
     """Read the headers of `path` and of the shards beside it; no tensor.
 
-    requantize: Blocks without a form of MLX's are quantised anew.
+    requantize: Blocks of experts become MLX's forms too, and those that have none are quantised
+    anew.
 
     Raises:
         CheckpointError: A file is damaged or missing, or a tensor is not the model's.
@@ -91,7 +92,7 @@ def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
     header = Header(path, name, metadata)
     config = architecture.config(header)
     found = GgufFile(path, {}, {}, {}, metadata)
-    kinds = KINDS | (REQUANTISED if requantize else {})
+    forms = _FORMS_OF_ALL if requantize else _FORMS
     taken: _Taken = {}
     # Layers of multi-token prediction follow the others.
     predicted = range(config["num_hidden_layers"], header.number("block_count"))
@@ -103,7 +104,7 @@ def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
                     f"{file}: '{tensor.name}' ends behind the file's {size} bytes; the file is "
                     "truncated, download it again."
                 )
-            _take(found, taken, tensor, file, architecture, predicted, kinds)
+            _take(found, taken, tensor, file, architecture, predicted, forms)
     for target, sources in taken.items():
         found.tensors |= _made(target, sources, config, found)
     found.blocks = in_block_order(found.blocks)
@@ -117,11 +118,12 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 class _Stored(NamedTuple):
-    """A tensor of a file. raw: Its numbers, or U8 rows of its blocks. kind: None for numbers.
-    shape: In elements."""
+    """A tensor of a file. raw: Its numbers, or rows of its blocks. kind: None for numbers. form:
+    MLX's that it takes, or None. shape: In elements."""
 
     raw: TensorRef
-    kind: BlockKind | None
+    kind: BlockMode | None
+    form: MlxForm | None
     shape: tuple[int, ...]
 
     def wrong(self, what: str) -> CheckpointError:
@@ -136,6 +138,17 @@ _Taken = dict[str, dict[int, tuple[Target, _Stored]]]
 """Name of a parameter -> place -> what it is made of."""
 
 
+class _Forms(NamedTuple):
+    """The forms of MLX's that matrices take, by the name of their type."""
+
+    trunk: Mapping[str, MlxForm]
+    experts: Mapping[str, MlxForm]
+
+
+_FORMS = _Forms(EXACT, {MXFP4.name: EXACT[MXFP4.name]})
+_FORMS_OF_ALL = _Forms(REQUANTISED, REQUANTISED)
+
+
 def _take(
     found: GgufFile,
     taken: _Taken,
@@ -143,7 +156,7 @@ def _take(
     file: Path,
     architecture: Architecture,
     predicted: range,
-    kinds: Mapping[str, BlockKind],
+    forms: _Forms,
 ) -> None:
     """Put one tensor of a file where it belongs."""
     match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?([\w.]+)", tensor.name)
@@ -159,7 +172,7 @@ def _take(
             f"{file}: the tensor '{tensor.name}' is none of {architecture.published}'s that are "
             "read here."
         )
-    stored = _stored(tensor, file, kinds)
+    stored = _stored(tensor, file, forms.trunk if experts is None else forms.experts)
     if experts is not None:
         _take_experts(found, layer or 0, experts, suffix, stored)
         return
@@ -175,21 +188,23 @@ def _take(
         places[target.place] = target, stored
 
 
-def _stored(tensor: StoredTensor, file: Path, kinds: Mapping[str, BlockKind]) -> _Stored:
+def _stored(tensor: StoredTensor, file: Path, forms: Mapping[str, MlxForm]) -> _Stored:
     """Return the place, type and shape of one tensor."""
-    name, shape = tensor.kind.name, tensor.shape
-    if name not in PLAIN and name not in kinds:
-        raise UnsupportedError(
-            f"{file}: '{tensor.name}' is {name}; only {', '.join([*kinds, *PLAIN])} are decoded."
-        )
-    kind = kinds.get(name)
-    rows = shape
-    if kind is not None and shape:
-        rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes)
-    dtype = name.lower() if name.lower() in BLOCK_MODES else PLAIN.get(name, "U8")
+    kind, shape = tensor.kind, tensor.shape
+    if not isinstance(kind, BlockMode):
+        if kind.name not in PLAIN:
+            known = [mode.name for mode in (*BLOCK_MODES.values(), MXFP4)]
+            raise UnsupportedError(
+                f"{file}: '{tensor.name}' is {kind.name}; only {', '.join([*known, *PLAIN])} are "
+                "decoded."
+            )
+        raw = TensorRef(tensor.name, file, tensor.offset, kind.name, shape)
+        return _Stored(raw, None, None, shape)
+    rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes) if shape else ()
+    dtype = kind.mode if kind.mode in BLOCK_MODES else "U8"
     raw = TensorRef(tensor.name, file, tensor.offset, dtype, rows)
-    stored = _Stored(raw, kind, shape)
-    if kind is not None and len(shape) < 2:
+    stored = _Stored(raw, kind, forms.get(kind.name), shape)
+    if len(shape) < 2:
         raise stored.wrong("no matrix's")
     return stored
 
@@ -198,7 +213,7 @@ def _take_experts(
     found: GgufFile, layer: int, projections: tuple[str, ...], suffix: str, stored: _Stored
 ) -> None:
     """Put a stack of experts, whose rows the projections share, into the layer."""
-    raw, kind = stored.raw, stored.kind
+    raw, kind, form = stored.raw, stored.kind, stored.form
     axes = 3 if suffix == "weight" else 2
     if len(raw.shape) != axes or not raw.shape[0] or raw.shape[1] % len(projections):
         raise stored.wrong(f"not {axes} axes with the rows of {' and '.join(projections)}")
@@ -210,10 +225,10 @@ def _take_experts(
         window = (i * rows, (i + 1) * rows) if len(projections) > 1 else None
         stack: ExpertRefs = StackedRefs(raw, window)
         made: dict[str, ExpertRefs] = {suffix: stack}
-        if isinstance(kind, MlxKind):
+        if kind is not None and form is not None:
             _note(found, stored)
-            each = [BlocksRef.parts(raw.name, ref, kind) for ref in stack]
-            made = {part: tuple(parts[part] for parts in each) for part in kind.parts}
+            each = [BlocksRef.parts(raw.name, ref, kind, form) for ref in stack]
+            made = {part: tuple(parts[part] for parts in each) for part in form.parts}
         for part, refs in made.items():
             name = f"{projection}.{part}"
             if name in components:
@@ -226,9 +241,8 @@ def _take_experts(
 
 def _note(found: GgufFile, stored: _Stored) -> None:
     """Remember a matrix that is quantised anew, if it is."""
-    kind = stored.kind
-    if kind is not None and kind is REQUANTISED.get(kind.name):
-        found.requantised[stored.raw.name] = kind.name
+    if stored.kind is not None and stored.form is not None and not stored.form.exact:
+        found.requantised[stored.raw.name] = stored.kind.name
 
 
 def _made(
@@ -271,12 +285,13 @@ def _take_table(name: str, stored: _Stored, config: Config) -> str:
 def _parts(target: Target, stored: _Stored, config: Config, *, floats: bool) -> dict[str, Ref]:
     """Return part -> reference of what one tensor of the file gives, one part if it is not
     quantised. floats: In float32."""
-    raw, kind = stored.raw, stored.kind
+    raw, kind, form = stored.raw, stored.kind, stored.form
     columns = _order(target.columns, config, stored, axis=-1)
     width = columns[0][1] - columns[0][0] if columns else GROUP
     ref: Ref = raw
-    if isinstance(kind, MlxKind) and not (floats or target.values or width % GROUP):
-        parts: dict[str, Ref] = {**BlocksRef.parts(raw.name, raw, kind)}
+    quantised = not (floats or target.values or width % GROUP)
+    if kind is not None and form is not None and quantised:
+        parts: dict[str, Ref] = {**BlocksRef.parts(raw.name, raw, kind, form)}
     else:
         if kind is not None:
             ref = BlockValuesRef(raw.name, raw, kind=kind)

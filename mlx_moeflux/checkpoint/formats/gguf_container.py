@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockType
 from mlx_moeflux.checkpoint.files import opened, unreadable
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 
@@ -36,50 +37,31 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11:
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 
 
-class BlockSize(NamedTuple):
-    """A type of tensors. elements, nbytes: Of one of the blocks that a row is made of."""
-
-    name: str
-    elements: int
-    nbytes: int
-
-
-TYPES = {
-    0: BlockSize("F32", 1, 4),
-    1: BlockSize("F16", 1, 2),
-    2: BlockSize("Q4_0", 32, 18),
-    3: BlockSize("Q4_1", 32, 20),
-    6: BlockSize("Q5_0", 32, 22),
-    7: BlockSize("Q5_1", 32, 24),
-    8: BlockSize("Q8_0", 32, 34),
-    9: BlockSize("Q8_1", 32, 36),
-    10: BlockSize("Q2_K", 256, 84),
-    11: BlockSize("Q3_K", 256, 110),
-    12: BlockSize("Q4_K", 256, 144),
-    13: BlockSize("Q5_K", 256, 176),
-    14: BlockSize("Q6_K", 256, 210),
-    15: BlockSize("Q8_K", 256, 292),
-    16: BlockSize("IQ2_XXS", 256, 66),
-    17: BlockSize("IQ2_XS", 256, 74),
-    18: BlockSize("IQ3_XXS", 256, 98),
-    19: BlockSize("IQ1_S", 256, 50),
-    20: BlockSize("IQ4_NL", 32, 18),
-    21: BlockSize("IQ3_S", 256, 110),
-    22: BlockSize("IQ2_S", 256, 82),
-    23: BlockSize("IQ4_XS", 256, 136),
-    24: BlockSize("I8", 1, 1),
-    25: BlockSize("I16", 1, 2),
-    26: BlockSize("I32", 1, 4),
-    27: BlockSize("I64", 1, 8),
-    28: BlockSize("F64", 1, 8),
-    29: BlockSize("IQ1_M", 256, 56),
-    30: BlockSize("BF16", 1, 2),
-    34: BlockSize("TQ1_0", 256, 54),
-    35: BlockSize("TQ2_0", 256, 66),
-    39: BlockSize("MXFP4", 32, 17),
-    40: BlockSize("NVFP4", 64, 36),
-    41: BlockSize("Q1_0", 128, 18),
-}
+# Plain numbers, and blocks that nothing here decodes.
+_OTHERS = (
+    BlockType("F32", 0, 1, 4),
+    BlockType("F16", 1, 1, 2),
+    BlockType("Q8_1", 9, 32, 36),
+    BlockType("Q8_K", 15, 256, 292),
+    BlockType("IQ2_XXS", 16, 256, 66),
+    BlockType("IQ2_XS", 17, 256, 74),
+    BlockType("IQ3_XXS", 18, 256, 98),
+    BlockType("IQ1_S", 19, 256, 50),
+    BlockType("IQ3_S", 21, 256, 110),
+    BlockType("IQ2_S", 22, 256, 82),
+    BlockType("I8", 24, 1, 1),
+    BlockType("I16", 25, 1, 2),
+    BlockType("I32", 26, 1, 4),
+    BlockType("I64", 27, 1, 8),
+    BlockType("F64", 28, 1, 8),
+    BlockType("IQ1_M", 29, 256, 56),
+    BlockType("BF16", 30, 1, 2),
+    BlockType("TQ1_0", 34, 256, 54),
+    BlockType("TQ2_0", 35, 256, 66),
+    BlockType("NVFP4", 40, 64, 36),
+    BlockType("Q1_0", 41, 128, 18),
+)
+TYPES = {kind.number: kind for kind in (*BLOCK_MODES.values(), MXFP4, *_OTHERS)}
 """Number of a type -> type."""
 
 
@@ -87,7 +69,7 @@ class StoredTensor(NamedTuple):
     """A tensor of a file. shape: In elements, the outermost axis first. offset: In the file."""
 
     name: str
-    kind: BlockSize
+    kind: BlockType
     shape: tuple[int, ...]
     offset: int
 

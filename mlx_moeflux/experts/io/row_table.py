@@ -16,8 +16,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import BlockMode
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, sources_of
-from mlx_moeflux.checkpoint.formats.gguf_blocks import BlockKind, BlocksRef, BlockValuesRef
+from mlx_moeflux.checkpoint.formats.gguf_blocks import OfBlocks, block_values
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef, mlx_dtype
 from mlx_moeflux.checks import check_integer
@@ -242,7 +243,7 @@ class PendingRows:
         if not places.size:
             return mx.zeros(shape, table.dtype)
         if table.blocks is not None:
-            values = table.blocks.floats(self._data.reshape(-1, table.blocks.nbytes))
+            values = block_values(table.blocks, self._data.reshape(-1, table.blocks.nbytes))
             return mx.array(values.reshape(-1, table.width)[places]).reshape(shape)
         arrays = []
         for part in table._parts:
@@ -341,7 +342,7 @@ class PendingRows:
         self._data[self._missing[start:stop], part.begin : part.end] = found[local - local[0]]
 
 
-def _blocks_of(shards: Sequence[Shard], name: str) -> BlockKind | None:
+def _blocks_of(shards: Sequence[Shard], name: str) -> BlockMode | None:
     """Return the type of GGUF's blocks that all shards are stored in, or None.
 
     Raises:
@@ -350,8 +351,7 @@ def _blocks_of(shards: Sequence[Shard], name: str) -> BlockKind | None:
     weights: list[Ref] = [shard["weight"] for shard in shards]
     if not any(isinstance(weight, DecodedRef) for weight in weights):
         return None
-    of_blocks = BlocksRef, BlockValuesRef
-    kinds = {weight.kind if isinstance(weight, of_blocks) else None for weight in weights}
+    kinds = {weight.kind if isinstance(weight, OfBlocks) else None for weight in weights}
     kind = kinds.pop()
     if kinds or kind is None:
         raise UnsupportedError(f"{name} is stored in a form whose rows cannot be read alone.")

@@ -15,8 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.formats.decoded import JoinedRef
-from mlx_moeflux.checkpoint.formats.gguf_blocks import KINDS, BlocksRef
+from mlx_moeflux.checkpoint.formats.gguf_blocks import EXACT, BlocksRef
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, InputError, UnsupportedError
@@ -484,8 +485,9 @@ def test_rows_in_blocks_of_gguf(tmp_path, kind):
     raw = gguf.quantize(values, qtype)
     (tmp_path / "t").write_bytes(bytes(13) + raw.tobytes())
     source = TensorRef("t", tmp_path / "t", 13, "U8", raw.shape)
-    shards = [BlocksRef.parts("t", source, KINDS[kind])]
-    spec, ids = QuantSpec(KINDS[kind].bits, 32), np.array([[3, 210, 3], [0, 77, 9]])
+    form = EXACT[kind]
+    shards = [BlocksRef.parts("t", source, BLOCK_MODES[kind.lower()], form)]
+    spec, ids = form.spec, np.array([[3, 210, 3], [0, 77, 9]])
     with closing(RowTable(shards, spec, name=NAME, threads=2)) as table:
         expected = gguf.dequantize(raw, qtype)[ids]
         for _ in range(2):
