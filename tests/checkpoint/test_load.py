@@ -59,12 +59,18 @@ def test_every_kind_of_source(file, monkeypatch, read_bytes, nvidia):
     assert all(same(e[i], 20_000 + 700 * j, "u1", (33,)) for i, j in enumerate((3, 0, 2)))
 
 
-def test_floats_of_8_bits_come_as_bytes_and_others_as_they_are(file):
-    refs = [TensorRef("f", file, 4, code, (6,)) for code in ("F8_E4M3", "BF16", "F16", "I64")]
-    found = list(load_all(refs))
-    assert [a.dtype for a in found] == [mx.uint8, mx.bfloat16, mx.float16, mx.int64]
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_floats_of_8_bits_and_blocks_come_as_bytes_and_others_as_they_are(
+    file, monkeypatch, nvidia
+):
+    if nvidia:
+        monkeypatch.setattr(load, "_load", load._load_cuda)
+    codes = ("F8_E4M3", "q4_k", "BF16", "F16", "I64")
+    found = list(load_all(TensorRef("f", file, 4, code, (6,)) for code in codes))
+    assert [a.dtype for a in found] == [mx.uint8, mx.uint8, mx.bfloat16, mx.float16, mx.int64]
     assert same(found[0], 4, "u1", (6,))
-    assert same(found[1].view(mx.uint16), 4, "<u2", (6,))
+    assert same(found[1], 4, "u1", (6,))
+    assert same(found[2].view(mx.uint16), 4, "<u2", (6,))
 
 
 class Inverted(DecodedRef):
