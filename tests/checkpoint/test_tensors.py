@@ -251,6 +251,7 @@ WRONG_HEADERS = {
     "shape no list": ({"x": entry(0, 4, "U8", 4)}, "has shape 4"),
     "shape missing": ({"x": {"dtype": "U8", "data_offsets": [0, 4]}}, "has shape None"),
     "dtype unknown": ({"x": entry(0, 4, "F4", [8])}, "has dtype 'F4'"),
+    "dtype of GGUF": ({"x": entry(0, 4, "q4_k", [4])}, "has dtype 'q4_k'"),
     "dtype no text": ({"x": entry(0, 4, ["U8"], [4])}, "has dtype ['U8']"),
     "dtype missing": ({"x": {"shape": [4], "data_offsets": [0, 4]}}, "has dtype None"),
     "begin no integer": ({"x": entry(0.0, 4, "U8", [4])}, "data_offsets [0.0, 4]"),
