@@ -31,6 +31,7 @@ from typing import Any
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+# Of blocks and the module of their arrays: see BlockMode.
 Numbers = Callable[[Any, Any], Any]
 Scales = Callable[[Any, Any], tuple[Any, Any]]
 
