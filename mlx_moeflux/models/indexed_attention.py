@@ -11,13 +11,13 @@ Source: transformers 5.24 `Qwen4ExpTextQSAIndexer`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.kv import IndexedCache, IndexedStep
 from mlx_moeflux.kernels.attention.choose_blocks import best_blocks, block_scores
+from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.layers import weights_of
@@ -36,8 +36,7 @@ class Indexer(Module):
         self.index_qk_proj = Linear(config.hidden_size, (H + 1) * Di, bias=False)
         self.q_layernorm = RMSNorm(Di, eps=config.rms_norm_eps)
         self.k_layernorm = RMSNorm(Di, eps=config.rms_norm_eps)
-        turned = {"dims": config.rotary_dims, "traditional": False, "base": config.rope_theta}
-        self._rope = partial(mx.fast.rope, **turned)
+        self._turned = {"dims": config.rotary_dims, "base": config.rope_theta}
 
     def project(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """x ``[B, T, C]``; offset: position of the first token, or one for each sequence.
@@ -47,7 +46,7 @@ class Indexer(Module):
         rows = self._kernels.project(x, weights_of(self.index_qk_proj))[0]
         rows = rows.reshape(B, T, -1, self._width).swapaxes(1, 2)
         q = self.q_layernorm(rows[:, : self._heads])
-        return self._rope(q, scale=1.0, offset=offset), rows[:, self._heads :]
+        return self._rotated(q, offset), rows[:, self._heads :]
 
     def plain_until(self, first: int) -> int:
         """See :meth:`~mlx_moeflux.cache.kv.BlockMaker.plain_until`."""
@@ -59,7 +58,13 @@ class Indexer(Module):
         groups = keys.reshape(B, 1, rows // self.ratio, self.ratio, Di)
         mean = groups.astype(mx.float32).mean(axis=3).astype(keys.dtype)
         # Block i begins at position i * ratio.
-        return self._rope(self.k_layernorm(mean), scale=float(self.ratio), offset=first)
+        return self._rotated(self.k_layernorm(mean), first, self.ratio)
+
+    def _rotated(self, x: mx.array, first: int | mx.array, apart: int = 1) -> mx.array:
+        """Rotate rows ``[B, H, rows, Di]`` at positions `apart` each; first: of the first row
+        divided by `apart`, one or one for each sequence."""
+        offset = for_each_sequence(first, len(x))
+        return mx.fast.rope(x, traditional=False, scale=float(apart), offset=offset, **self._turned)
 
     def choose(self, q: mx.array, step: IndexedStep) -> mx.array:
         """Return the blocks int32 ``[B, k + 1]`` that the token of a step sees; see the operation

@@ -78,3 +78,26 @@ def test_the_planned_state_is_what_the_cache_takes(case, dtype):
             mx.eval(model(mx.zeros((1, T), mx.int32), cache, last_only=True))
             seen += T
             assert sum(entry.nbytes for entry in cache) == model.state_bytes(seen), seen
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "qwen4_exp_rows")) for c in CASES]
+)
+@pytest.mark.parametrize("traced", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_each_sequence_has_its_offset(case, traced, monkeypatch):
+    """Of one number in an axis of its own, MLX's GPU kernels read what lies behind it for all
+    sequences but the first; its CPU broadcasts it."""
+    rotate, right = mx.fast.rope, []
+
+    def checked(x, *args, offset, **options):
+        right.append(isinstance(offset, int) or offset.shape in ((), x.shape[:1]))
+        return rotate(x, *args, offset=offset, **options)
+
+    monkeypatch.setattr(mx.fast, "rope", checked)
+    tokens = mx.random.randint(10, 60, (2, 17), key=mx.random.key(0))
+    with load_model(GOLDEN / case, dtype=mx.float32, kernels="reference") as model:
+        model.compile_steps, cache = traced, model.make_cache()
+        for a, b in ((0, 15), (15, 16), (16, 17)):
+            mx.eval(model(tokens[:, a:b], cache))
+    assert right
+    assert all(right)
