@@ -77,7 +77,7 @@ def pairwise_cover() -> Iterator[Combination]:
 
 
 COMBINATIONS = list(pairwise_cover())
-# Forms that kernels do not read: stock MLX computes them, row by row.
+# Forms that kernels do not read: stock MLX computes them, row by row, which is marked on a GPU.
 UNREAD = [
     Combination("qwen3", experts, *rest)
     for experts in ("3 bits", "6 bits", "mxfp8", "nvfp4")
@@ -206,7 +206,9 @@ def compare(row: Combination) -> None:
             given = answers(model, row)
             assert same(given, expected), f"{row}, run {run}: {difference(given, expected)}"
         assert model.store.stats().total.misses
-        assert model.store.stats().lossy == []
+        marks = model.store.stats().lossy
+        assert bool(marks) == (row in UNREAD and mx.default_device() == mx.gpu), marks
+        assert all("stock MLX promises no equal bits" in mark for mark in marks)
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
