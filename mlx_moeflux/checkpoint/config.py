@@ -51,6 +51,7 @@ _MARKS = re.compile(
     r"|.*(aux|z|balanc\w*)_loss(_.*)?"
 )
 
+WAY_OUT = "if that changes nothing, pass --no-strict-config, in Python strict_config=False"
 
 # Numbers beyond them fit no argument of MLX; NaN is not below.
 MOST_INT, MOST_FLOAT = 1 << 63, 1e30
@@ -118,8 +119,7 @@ def parse_config(
         )
         if unknown:
             raise ConfigError(
-                f"{file}: nothing here reads {', '.join(repr(k) for k in unknown)}; if that "
-                "changes nothing, pass --no-strict-config, in Python strict_config=False."
+                f"{file}: nothing here reads {', '.join(repr(k) for k in unknown)}; {WAY_OUT}."
             )
     return cls(**values)
 

@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from mlx_moeflux.checkpoint.files import format_size, read_json_object, unreadable
-from mlx_moeflux.checkpoint.formats.gguf_container import read_container
+from mlx_moeflux.checkpoint.formats.gguf_architectures import architecture_of
+from mlx_moeflux.checkpoint.formats.gguf_container import MAGIC, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import (
     SUFFIX,
     GgufEntry,
+    check_head,
     choose,
     entries_in,
     entries_of,
@@ -58,6 +60,8 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _CACHED_MODEL = "models--"
 _DOWNLOADS = 8
 _MAX_REASON = 200
+# Bytes of a GGUF file that are read to see of which architecture it is; writers put that first.
+_START_BYTES = 1 << 16
 # Bytes of a GGUF file that are read until its header is whole: that of a shard has some kB, that of
 # a first one with 200,000 tokens 10 MB.
 _HEADER_STEPS = (1 << 20, 1 << 24, 1 << 26, 1 << 28)
@@ -90,7 +94,8 @@ def resolve(
         CheckpointError: There is no such directory or repository, the directory holds no model, or
             the repository is gated.
         ChoiceError: There are several GGUF models, or none that fits ``gguf_file``.
-        UnsupportedError: The hub cannot be reached, or the repository holds no weights.
+        UnsupportedError: The hub cannot be reached, the repository holds no weights, or the
+            beginning of the GGUF file names an architecture that is not read here.
         MemoryBudgetError: The disk is too small.
     """
     found = _found(os.fspath(path_or_repo_id), revision, gguf_file)
@@ -282,7 +287,27 @@ def _ask(repo_id: str, revision: str | None, chosen: str | None) -> Path | _Remo
     missing = [name for name, path in cached.items() if path is None]
     first = None if gguf is None else gguf.files[0]
     found = _Remote(repo_id, revision, info.sha, {n: sizes[n] for n in files}, missing, first)
-    return found if missing else _complete(found)
+    if not missing:
+        return _complete(found)
+    if first is not None:
+        _check_start(found, first)
+    return found
+
+
+def _check_start(remote: _Remote, name: str) -> None:
+    """Look at the beginning of a GGUF model on the hub. If that does not come or does not say what
+    the file is, opening the file will.
+
+    Raises:
+        UnsupportedError: It is no model, or of an architecture that is not read here.
+    """
+    try:
+        start = _read_part(remote, name, 0, _START_BYTES)
+    except _failures():
+        return
+    place = f"{remote.repo_id}/{name}"
+    if start.startswith(MAGIC) and (found := check_head(place, start)) is not None:
+        architecture_of(place, found)
 
 
 def _in_cache(repo_id: str, name: str, revision: str | None) -> Path | None:

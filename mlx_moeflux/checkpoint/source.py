@@ -103,13 +103,18 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, gguf_file: str | None = None, requantize: bool = False
+    directory: str | os.PathLike[str],
+    *,
+    gguf_file: str | None = None,
+    requantize: bool = False,
+    strict: bool = True,
 ) -> Checkpoint:
     """Find out the form of `directory`, which may be a GGUF file, and read its headers.
 
     gguf_file: Which of its GGUF models, see
     :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`.
     requantize: Of GGUF, see :func:`~mlx_moeflux.checkpoint.formats.gguf.open_gguf`.
+    strict: Of GGUF, metadata that nothing here reads are an error.
 
     Raises:
         InputError: There is nothing to quantise anew.
@@ -118,7 +123,7 @@ def open_checkpoint(
     directory = Path(directory)
     gguf = find_gguf(directory, gguf_file)
     if gguf is not None:
-        return _open_gguf(gguf, requantize)
+        return _open_gguf(gguf, requantize=requantize, strict=strict)
     if requantize:
         raise InputError(f"{directory} is no GGUF file, so requantize has no blocks; leave it out.")
     if not directory.is_dir():
@@ -177,8 +182,8 @@ def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint
     )
 
 
-def _open_gguf(path: Path, requantize: bool) -> Checkpoint:
-    found = open_gguf(path, requantize=requantize)
+def _open_gguf(path: Path, *, requantize: bool, strict: bool) -> Checkpoint:
+    found = open_gguf(path, requantize=requantize, strict=strict)
     tokenizer: dict[str, dict[str, Any]] = {}
     approximated = None
     if found.requantised:

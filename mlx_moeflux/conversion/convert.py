@@ -98,7 +98,7 @@ def convert(
         )
     directory = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
     out = Path(out if mlx_path is None else mlx_path)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(directory, strict=strict_config)
     if out.exists() and out.resolve() == directory.resolve():
         raise InputError(f"{out} is the checkpoint itself; give another directory.")
     if checkpoint.held:

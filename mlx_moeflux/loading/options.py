@@ -171,8 +171,8 @@ class LoadOptions:
     )
     strict_config: bool = option(
         True,
-        "Refuse unknown keys of config.json.",
-        Flag("ignore keys of config.json that nothing reads", bool),
+        "Refuse unknown keys of config.json and of GGUF's metadata.",
+        Flag("ignore keys of config.json or GGUF that nothing reads", bool),
     )
     expert_path: str | os.PathLike[str] | None = option(
         None,

@@ -198,7 +198,12 @@ def _checked(options: LoadOptions) -> LoadOptions:
 
 def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
     """Read headers and config; choose kernels and router. No weights are read."""
-    checkpoint = open_checkpoint(path, gguf_file=options.gguf_file, requantize=options.requantize)
+    checkpoint = open_checkpoint(
+        path,
+        gguf_file=options.gguf_file,
+        requantize=options.requantize,
+        strict=options.strict_config,
+    )
     options = _tuned(options, checkpoint, path)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = read_config(checkpoint, strict=options.strict_config)
@@ -260,7 +265,7 @@ def _map(source: Source) -> Weights:
     if options.expert_path is not None:
         rank = 0 if options.distributed is None else options.distributed.rank
         path = os.fspath(options.expert_path).replace("{rank}", str(rank))
-        stored = open_checkpoint(path, requantize=options.requantize)
+        stored = open_checkpoint(path, requantize=options.requantize, strict=options.strict_config)
         mapped = dataclasses.replace(mapped, experts=stored.mapped(rules).experts)
     quantization = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
     return Weights(mapped, stored, quantization)

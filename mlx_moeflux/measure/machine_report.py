@@ -110,7 +110,7 @@ class MachineReport:
 
 def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> list[Step]:
     """Return the steps in order. folder: For files. model: A checkpoint, or None for a synthetic
-    one of a few layers. strict_config: Refuse unknown keys of config.json."""
+    one of a few layers. strict_config: See ``load``."""
 
     def benchmark(name: str, title: str, seconds: float, *arguments: str) -> Step:
         short = ("--generation-tokens", "33", "--num-trials", "3")

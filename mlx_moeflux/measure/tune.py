@@ -91,7 +91,7 @@ def tune(
         budgets: To try; by default shares of what ``auto`` could give, or only everything where
             everything fits. tokens: Of each decode. repeats: Of each measurement; those of budgets
             and prefetchers alternate, so that a machine that slows down slows all alike.
-        strict_config: Refuse unknown keys of config.json.
+        strict_config: Refuse unknown keys of config.json and of GGUF's metadata.
 
     Memory: That of the largest budget.
 

@@ -21,7 +21,7 @@ class LocalHub(ThreadingHTTPServer):
     """Serves `files` as the repository org/tiny, whose branch main is at `commit`.
 
     requests: Method and path of each request, in order. pause: Seconds before each megabyte but the
-    first of a file.
+    first of a file. ranges: Whether it sends parts of files.
     """
 
     daemon_threads = True
@@ -30,7 +30,7 @@ class LocalHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.commit = files, commit
         self.requests: list[tuple[str, str]] = []
-        self.pause = 0.0
+        self.pause, self.ranges = 0.0, True
 
     @property
     def url(self) -> str:
@@ -91,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, name: str) -> None:
         data = self.server.files[name]
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        wanted = self.headers.get("Range", "") if self.server.ranges else ""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)
         self.send_response(206 if asked else 200)
         self.send_header("ETag", f'"{self._facts(name)["oid"]}"')
         self.send_header("X-Repo-Commit", self.server.commit)

@@ -28,6 +28,7 @@ from mlx_moeflux.checkpoint.formats.gguf_container import TYPES, read_container
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import (
     CheckpointError,
@@ -436,6 +437,27 @@ def test_the_ends_of_turns_and_messages_end_a_reply(tmp_path):
 def test_ends_that_are_not_in_the_vocabulary_are_none(small, monkeypatch, wrong):
     with_metadata(monkeypatch, small, {"tokenizer.ggml.eot_token_id": wrong})
     assert ours.open_gguf(small).config["eos_token_id"] == [gguf_files.V - 1]
+
+
+def test_metadata_that_nothing_reads_have_a_way_out(tmp_path, capsys):
+    """The keys change nothing then."""
+    more = {"qwen3moe.new_trick": 3, "vendor.note": "x", "vendor.empty": "", "general.note": "x"}
+    path = gguf_files.write(tmp_path / "model.gguf", mixed, more=more)
+    keys = "nothing here reads 'qwen3moe.new_trick' (3), 'vendor.note' ('x') of the metadata"
+    refused(path, UnsupportedError, re.escape(keys))
+    words = ["convert", "--model", str(path), "--out", str(tmp_path / "out")]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    for part in (keys, "--no-strict-config", "strict_config=False"):
+        assert part in said
+    assert main(["plan", str(path)]) == 0
+    assert main([*words, "--no-strict-config"]) == 0
+    plain = gguf_files.write(tmp_path / "plain.gguf", mixed)
+    expected = logits(plain)
+    assert np.array_equal(logits(path, strict_config=False), expected)
+    assert np.array_equal(logits(tmp_path / "out"), expected)
+    with load_model(plain, expert_path=path, strict_config=False) as model:
+        assert np.array_equal(np.array(model(TOKENS)), expected)
 
 
 def test_shards(tmp_path):

@@ -33,7 +33,7 @@ from mlx_moeflux.tokenizer import load_tokenizer
 pytest.importorskip("gguf")
 
 from tests.checkpoint import gguf_files
-from tests.checkpoint.local_hub import COMMIT, local_hub
+from tests.checkpoint.local_hub import COMMIT, LocalHub, local_hub
 
 Q = "Qwen3-30B-A3B"
 PUBLISHED = {
@@ -357,16 +357,62 @@ print(json.dumps(results))
 """
 
 
+def run_program(hub: LocalHub, home: Path, commands, **more: str) -> list:
+    """Run the commands against the real library; what each returns, prints and writes on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+        env=hub.environment(home, **more), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_an_architecture_that_is_not_read_is_refused_before_the_download(tmp_path):
+    """With the line of opening the file. Where the hub sends no parts, or the beginning does not
+    say it, the file comes, and opening it says so."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    late = {"general.description": "x" * (70 << 10), "general.architecture": "mamba"}
+    for name, architecture, more in (
+        ("m-Q8_0", "llama", {}), ("m-Q4_0", "", late), ("m-Q5_0", *HEADERS["a vision projector"]),
+    ):  # fmt: skip
+        file = gguf_files.write_header(folder / f"{name}.gguf", architecture, more)
+        file.write_bytes(file.read_bytes() + bytes(3 << 20))
+
+    def opened(name: str) -> str:
+        with pytest.raises(UnsupportedError) as caught:
+            open_checkpoint(folder / name)
+        return str(caught.value).removeprefix(str(folder))
+
+    llama, mamba, projector = (opened(f"m-{q}.gguf") for q in ("Q8_0", "Q4_0", "Q5_0"))
+    assert "the architecture is 'llama'; of GGUF are read qwen3moe, " in llama
+    assert "the architecture is 'mamba'" in mamba
+    home = tmp_path / "home"
+    with local_hub(folder) as hub:
+        asked, planned, beside, missed = run_program(hub, home, [
+            ["org/tiny:Q8_0"], ["plan", "org/tiny:Q8_0"], ["org/tiny:Q5_0"], ["org/tiny:Q4_0"],
+        ])  # fmt: skip
+        hub.ranges = False
+        whole, planned_whole = run_program(
+            hub, home, [["org/tiny:Q8_0"], ["plan", "org/tiny:Q8_0"]]
+        )
+    assert asked == [f"org/tiny{llama}", "", ""]
+    assert planned[0] == 1
+    assert planned[2].endswith(f"org/tiny{llama}\n")
+    assert beside == [f"org/tiny{projector}", "", ""]
+    for path, expected in ((missed[0], mamba), (whole[0], llama)):
+        with pytest.raises(UnsupportedError) as caught:
+            open_checkpoint(path)
+        assert str(caught.value) == f"{Path(path).parent}{expected}"
+    assert planned_whole[0] == 1
+    assert planned_whole[2].endswith(f"{llama}\n")
+
+
 def test_a_repository_of_several_models(model, tmp_path):
     """Against the real library: only the chosen files come, and are found without the hub."""
 
     def run(*commands: list[str], **more: str):
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps(commands)],
-            env=hub.environment(tmp_path, **more), capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return run_program(hub, tmp_path, commands, **more)
 
     shards = gguf_files.split(model, tmp_path / "BF16", "m-BF16", 2)
     files = {f"BF16/{file.name}": file.read_bytes() for file in shards}

@@ -100,6 +100,11 @@ def hub(monkeypatch, tmp_path):
     )  # fmt: skip
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=state.free))
+
+    def read_part(remote, name, start, stop):
+        raise OSError("no parts of files")
+
+    monkeypatch.setattr("mlx_moeflux.checkpoint.hub._read_part", read_part)
     return state
 
 

@@ -21,11 +21,11 @@ from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockMode
 from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
-    ARCHITECTURES,
     EXPERTS,
     Architecture,
     Ranges,
     Target,
+    architecture_of,
 )
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     EXACT,
@@ -37,7 +37,7 @@ from mlx_moeflux.checkpoint.formats.gguf_blocks import (
 )
 from mlx_moeflux.checkpoint.formats.gguf_container import StoredTensor, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
-from mlx_moeflux.checkpoint.formats.gguf_header import Header, shown
+from mlx_moeflux.checkpoint.formats.gguf_header import Header
 from mlx_moeflux.checkpoint.formats.gguf_metadata import Config
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import end_ids
 from mlx_moeflux.checkpoint.names import in_block_order
@@ -68,11 +68,12 @@ class GgufFile:
     requantised: dict[str, str] = field(default_factory=dict)
 
 
-def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
+def open_gguf(path: Path, *, requantize: bool = False, strict: bool = True) -> GgufFile:
     """Read the headers of `path` and of the shards beside it; no tensor.
 
     requantize: Blocks of experts become MLX's forms too, and those that have none are quantised
     anew.
+    strict: Metadata that nothing here reads are an error.
 
     Raises:
         CheckpointError: A file is damaged or missing, or a tensor is not the model's.
@@ -83,14 +84,9 @@ def open_gguf(path: Path, *, requantize: bool = False) -> GgufFile:
     check_shards(files, [container.metadata for container in containers])
     metadata = containers[0].metadata
     name = metadata.get("general.architecture")
-    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if architecture is None or not isinstance(name, str):
-        raise UnsupportedError(
-            f"{path}: the architecture is {shown(name)}; of GGUF are read "
-            f"{', '.join(ARCHITECTURES)}."
-        )
+    architecture = architecture_of(path, name)
     header = Header(path, name, metadata)
-    config = architecture.config(header)
+    config = architecture.config(header, strict=strict)
     found = GgufFile(path, {}, {}, {}, metadata)
     forms = _FORMS_OF_ALL if requantize else _FORMS
     taken: _Taken = {}

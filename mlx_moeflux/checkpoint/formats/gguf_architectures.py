@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.formats.gguf_header import Header
+from mlx_moeflux.checkpoint.formats.gguf_header import Header, shown
 from mlx_moeflux.checkpoint.formats.gguf_metadata import (
     SIGMOID,
     SOFTMAX,
@@ -36,6 +37,7 @@ from mlx_moeflux.checkpoint.formats.gguf_metadata import (
     turned_part,
 )
 from mlx_moeflux.checkpoint.names import PROJECTIONS
+from mlx_moeflux.errors import UnsupportedError
 
 Ranges = list[tuple[int, int]]
 """Start and stop of runs of a file's rows or columns, in the order of the model."""
@@ -107,12 +109,13 @@ class Architecture:
         targets = [Target(t) if isinstance(t, str) else t for t in every]
         return [replace(target, name=target.name + end) for target in targets]
 
-    def config(self, header: Header) -> Config:
+    def config(self, header: Header, *, strict: bool = True) -> Config:
         """Return the keys of config.json that the metadata have, those of the text model alone.
+        strict: A key that nothing here reads is an error.
 
         Raises:
             ConfigError: A key is missing or of another type.
-            UnsupportedError: The file asks for something that is not computed.
+            UnsupportedError: The file asks for something that is not computed, or a key is unknown.
         """
         config: Config = dict(self.fixed)
         for key, theirs in {**COMMON_KEYS, **self.keys}.items():
@@ -123,7 +126,8 @@ class Architecture:
         for key, value in {**ONLY, **self.only}.items():
             if key not in header.read:
                 header.only(key, value)
-        header.check_known()
+        if strict:
+            header.check_known()
         return config
 
 
@@ -459,3 +463,18 @@ ARCHITECTURES = {
     ),
 }
 """By ``general.architecture``."""
+
+
+def architecture_of(file: Path | str, name: Any) -> Architecture:
+    """Return the architecture that the metadata of `file` name.
+
+    Raises:
+        UnsupportedError: It is not read here.
+    """
+    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise UnsupportedError(
+            f"{file}: the architecture is {shown(name)}; of GGUF are read "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    return found

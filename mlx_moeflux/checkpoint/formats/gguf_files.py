@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ _BESIDE_BY_KIND = {
 }
 # A key, the type "string" and a length below 256. Writers put these keys first.
 _HEAD_BYTES = 4096
-_HEAD_KIND = re.compile(rb"general\.(?:architecture|type)\x08\0{3}([^\0])\0{7}", re.DOTALL)
+_HEAD_KIND = re.compile(rb"general\.(architecture|type)\x08\0{3}([^\0])\0{7}", re.DOTALL)
 
 
 class GgufEntry(NamedTuple):
@@ -134,14 +134,26 @@ def find_gguf(path: Path, chosen: str | None = None, *, place: str | None = None
         if chosen is not None:
             raise InputError(f"{path} is a file already; leave out gguf_file.")
         head = _head(path)
-        beside = _beside("" if head.startswith(MAGIC) else path.name, head)
-        if beside is not None:
-            raise UnsupportedError(f"{path} is {beside}; pass the GGUF file of the language model.")
+        check_head(path, head)
         return shards(path)[0] if path.suffix == SUFFIX or head.startswith(MAGIC) else None
     if chosen is None and any(path.glob("*.safetensors")):
         return None
     model = choose(place or str(path), entries_in(path), chosen)
     return None if model is None else path / model.files[0]
+
+
+def check_head(file: Path | str, head: bytes) -> str | None:
+    """Return the ``general.architecture`` of a file that begins with `head`, None if it is not in
+    there or not of 1 to 255 bytes.
+
+    Raises:
+        UnsupportedError: The file is no model but lies beside models.
+    """
+    beside = _beside("" if head.startswith(MAGIC) else Path(file).name, head)
+    if beside is not None:
+        raise UnsupportedError(f"{file} is {beside}; pass the GGUF file of the language model.")
+    named = (kind for key, kind in _kinds(head) if key == b"architecture")
+    return next((kind.decode(errors="replace") for kind in named), None)
 
 
 def choose(place: str, entries: Sequence[GgufEntry], chosen: str | None = None) -> GgufModel | None:
@@ -263,12 +275,18 @@ def _listed(models: Sequence[GgufModel]) -> tuple[str, str]:
 
 def _beside(name: str, head: bytes = b"") -> str | None:
     """Return what a file is by its name or its first bytes, None for a model."""
-    for match in _HEAD_KIND.finditer(head):
-        kind = head[match.end() : match.end() + match[1][0]]
+    for _, kind in _kinds(head):
         if kind in _BESIDE_BY_KIND:
             return _BESIDE_BY_KIND[kind]
     stem = name.rpartition("/")[2].removesuffix(SUFFIX)
     return next((what for p, what in _BESIDE_BY_NAME.items() if p.search(stem)), None)
+
+
+def _kinds(head: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield "architecture" or "type", and what the first bytes of a file say of it."""
+    for match in _HEAD_KIND.finditer(head):
+        if (end := match.end() + match[2][0]) <= len(head):
+            yield match[1], head[match.end() : end]
 
 
 def _head(file: Path) -> bytes:

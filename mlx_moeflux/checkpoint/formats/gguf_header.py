@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.config import says_nothing
+from mlx_moeflux.checkpoint.config import WAY_OUT, says_nothing
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 REQUIRED = object()
@@ -95,15 +95,18 @@ class Header:
         return found
 
     def check_known(self) -> None:
-        """Raise UnsupportedError for a key that no function read, unless its value says nothing."""
+        """Raise UnsupportedError for keys that nothing read, unless their values say nothing."""
+        unknown = []
         for name, value in self._metadata.items():
             group, _, key = name.partition(".")
             known = key in self.read if group == self.architecture else group in GROUPS
             if not known and not says_nothing(value):
-                raise UnsupportedError(
-                    f"{self.file}: nothing here reads the metadata '{name}', {shown(value)}; "
-                    "use another GGUF file of the model, or its safetensors."
-                )
+                unknown.append(f"'{name}' ({shown(value)})")
+        if unknown:
+            raise UnsupportedError(
+                f"{self.file}: nothing here reads {', '.join(unknown)} of the metadata; "
+                f"{WAY_OUT}, or use the model's safetensors."
+            )
 
     def name(self, key: str) -> str:
         """Return a key as messages show it."""
