@@ -30,6 +30,8 @@ from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef, n
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
+# Key of config.json: what a conversion did not read exactly. Other programs ignore names with _.
+APPROXIMATED = "_approximated"
 # NVIDIA ModelOpt's settings, where config.json has none.
 MODELOPT_NAME = "hf_quant_config.json"
 
@@ -152,7 +154,16 @@ def open_checkpoint(
         blocks=blocks,
         held=held,
         of=of,
+        approximated=_approximated(config, directory / CONFIG_NAME),
     )
+
+
+def _approximated(config: Mapping[str, Any], file: Path) -> str | None:
+    """Return what a conversion noted, None if it was exact."""
+    noted = config.get(APPROXIMATED)
+    if noted is None or (isinstance(noted, str) and noted and noted.isprintable()):
+        return noted
+    raise ConfigError(f"{file}: '{APPROXIMATED}' is {noted!r}; expected a line of text.")
 
 
 def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint:

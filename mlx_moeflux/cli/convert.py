@@ -30,11 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
     rules = "of --shard: id (default), memory:16GB,32GB or popularity:TRACE"
     add("--placement", default="id", help=rules)
-    add_load_arguments(parser, "gguf_file", "strict_config")
+    add_load_arguments(parser, "gguf_file", "requantize", "strict_config")
     refuse(parser, REFUSED, REFUSED)
 
 
 def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux.checkpoint.source import open_checkpoint
     from mlx_moeflux.conversion.convert import convert
 
     with Bar("convert", "B") as bar:
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             q_group_size=args.q_group_size,
             q_mode=args.q_mode,
             dequantize=args.dequantize,
+            requantize=args.requantize,
             dtype=args.dtype,
             verify_written=args.verify,
             strict_config=args.strict_config,
@@ -56,4 +58,6 @@ def run(args: argparse.Namespace) -> int:
             progress=bar.update,
         )
     print(f"wrote {out}", file=sys.stderr)
+    if lossy := open_checkpoint(out).approximated:
+        print(lossy, file=sys.stderr)
     return 0

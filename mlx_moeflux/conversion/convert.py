@@ -51,6 +51,7 @@ def convert(
     q_group_size: int | None = None,
     q_mode: str = "affine",
     dequantize: bool = False,
+    requantize: bool = False,
     dtype: str | None = None,
     verify_written: bool = False,
     strict_config: bool = True,
@@ -70,6 +71,8 @@ def convert(
             router and the shared expert's gate affine 8 bits, as mlx-lm does. Bits and group size
             are 4 and 64, or those of the mode. Without it bits stay as they are.
         dequantize: Quantised weights become floats.
+        requantize: As in ``load``, of GGUF; lossy, which config.json and the statistics of what is
+            loaded from `out` say.
         dtype: ``float32``, ``bfloat16`` or ``float16`` of the floats; default: as they are.
         verify_written: Read everything back and compare hashes.
         gguf_file: Which of several GGUF models, as in ``load``.
@@ -89,6 +92,8 @@ def convert(
         raise InputError(f"dtype is {dtype!r}; there are {', '.join(CODES)}.")
     if quantize and dequantize:
         raise InputError("give either quantize or dequantize, not both.")
+    if requantize and dequantize:
+        raise InputError("give either requantize or dequantize, not both.")
     if shard is not None and layout != "packed":
         raise InputError("shard needs the packed layout; leave out layout.")
     spec = QuantSpec.of_mode(q_mode, q_bits, q_group_size) if quantize else None
@@ -98,7 +103,7 @@ def convert(
         )
     directory = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
     out = Path(out if mlx_path is None else mlx_path)
-    checkpoint = open_checkpoint(directory, strict=strict_config)
+    checkpoint = open_checkpoint(directory, requantize=requantize, strict=strict_config)
     if out.exists() and out.resolve() == directory.resolve():
         raise InputError(f"{out} is the checkpoint itself; give another directory.")
     if checkpoint.held:

@@ -24,7 +24,7 @@ from mlx_moeflux.checkpoint.names import (
     MappedTensors,
 )
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.source import Checkpoint
+from mlx_moeflux.checkpoint.source import APPROXIMATED, Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
 from mlx_moeflux.errors import InputError
@@ -254,10 +254,13 @@ class Conversion:
         return Recipe(source, spec, target, self._code(source, spec), bias=added, global_scale=one)
 
     def config_json(self) -> dict[str, Any]:
-        """The output's config.json: the checkpoint's, with the bits and the head of the output."""
+        """The output's config.json: the checkpoint's, with the bits and the head of the output, and
+        what was not read exactly."""
         config = copy.deepcopy(self.checkpoint.config)
         for key in QUANTIZATION_KEYS:
             config.pop(key, None)
+        if self.checkpoint.approximated:
+            config[APPROXIMATED] = self.checkpoint.approximated
         config["tie_word_embeddings"] = tied = self.config.tie_word_embeddings
         if isinstance(text := config.get("text_config"), dict) and "tie_word_embeddings" in text:
             text["tie_word_embeddings"] = tied

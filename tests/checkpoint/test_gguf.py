@@ -311,6 +311,48 @@ def test_requantize_says_so(tmp_path, capsys):
         load_model(tmp_path / "meaning", requantize=True)
 
 
+@pytest.mark.parametrize("layout", ["packed", "safetensors"])
+def test_what_was_quantised_anew_is_converted_so(tmp_path, capsys, layout):
+    """Bit for bit what loading with the option computes, and marked as that is."""
+    path = gguf_files.write(
+        tmp_path / "model.gguf", lambda name: "Q6_K" if "v" in name or "down" in name else "Q4_K"
+    )
+    expected = logits(path, requantize=True)
+    words = ["convert", "--model", str(path), "--layout", layout, "--out"]
+    assert main([*words, str(tmp_path / "lossy"), "--requantize"]) == 0
+    note = "Q6_K quantised anew to 8 bits in groups of 32 in 6 tensors"
+    assert capsys.readouterr().err.endswith(f"{note}\n")
+    again = convert(tmp_path / "lossy", tmp_path / "again")
+    for out in (tmp_path / "lossy", again):
+        assert json.loads((out / "config.json").read_text())["_approximated"] == note
+        with load_model(out, verbose=True) as model:
+            assert np.array_equal(np.array(model(TOKENS)), expected)
+            assert model.store.stats().lossy == [note]
+        assert note in capsys.readouterr().err
+    if layout == "packed":
+        assert main([*words, str(tmp_path / "exact")]) == 0
+        assert "in groups" not in capsys.readouterr().err
+        assert "_approximated" not in json.loads((tmp_path / "exact/config.json").read_text())
+        exact = logits(path)
+        assert np.array_equal(logits(tmp_path / "exact"), exact)
+        assert not np.array_equal(exact, expected)
+
+
+def test_quantising_anew_has_something_to_do(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", mixed)
+    out = convert(path, tmp_path / "exact", requantize=True)
+    with load_model(out) as model:
+        assert model.store.stats().lossy == []
+    with pytest.raises(InputError, match="no GGUF file"):
+        convert(out, tmp_path / "no", requantize=True)
+    with pytest.raises(InputError, match="either requantize or dequantize"):
+        convert(path, tmp_path / "no", requantize=True, dequantize=True)
+    config = json.loads((out / "config.json").read_text())
+    for wrong in (3, ["x"], "", "a\nb"):
+        (out / "config.json").write_text(json.dumps(config | {"_approximated": wrong}))
+        refused(out, ConfigError, "'_approximated' is .*; expected a line of text")
+
+
 def test_tokenizer_comes_with_the_file(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", mixed)
     model, tokenizer = load(path, expert_memory="80%", expert_threads=1)

@@ -74,7 +74,7 @@ OPTIONS = {
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
-        --placement --shard
+        --placement --requantize --shard
     """,
     "check": "--operation --dtype",
     "plan": """
