@@ -204,6 +204,14 @@ class Dispatcher:
             return replace(found, function=lambda *args, **kwargs: self._try(best, args, kwargs))
         return found
 
+    def takes(self, *args, **kwargs) -> bool:
+        """Return True if :meth:`implementation` gives another than the reference for these
+        arguments; a refusal does not count as a fallback."""
+        if self._fixed is not None:
+            return self._by_name() is not self.reference
+        best = self._best(args)
+        return best is not None and (best[1].takes is None or best[1].takes(*args, **kwargs))
+
     def size(self, args: Sequence[Any]) -> int:
         """Return what a row's "from" counts: tokens of a sequence, or rows."""
         axes = self.record.size

@@ -42,7 +42,7 @@ from mlx_moeflux.loading.options import (
     check_options,
     takes,
 )
-from mlx_moeflux.loading.stores import check_store, make_store
+from mlx_moeflux.loading.stores import bytes_to_decode, check_store, make_store
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.decoder import DecoderModel
@@ -363,6 +363,12 @@ def _fill(
     )
     store = options.store
     if store is None:
+        model.decoding_bytes = bytes_to_decode(
+            layouts.values(),
+            source.kernels.expert_mix,
+            experts_per_token=source.router.num_experts_per_tok,
+            most_tokens=model.prefill_chunk,
+        )
         store, model.plan = make_store(
             model, placed.mapped, layouts, options, part=placed.part, memory=memory
         )

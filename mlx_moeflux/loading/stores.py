@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan
@@ -18,6 +20,9 @@ from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.experts.telemetry.events import EventHook
+from mlx_moeflux.kernels.linear.blocks import decoding_bytes
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.registry import Dispatcher
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models.base import StreamingModel
@@ -90,6 +95,24 @@ def make_store(
     except BaseException:
         reader.close()
         raise
+
+
+def bytes_to_decode(
+    layouts: Iterable[BlockLayout], mix: Dispatcher, *, experts_per_token: int, most_tokens: int
+) -> int:
+    """Return a bound of the bytes that a call of up to `most_tokens` tokens allocates to decode
+    experts in ggml's blocks; 0 if kernels read all of them."""
+    found = 0
+    for layout in layouts:
+        if not any(spec is not None and spec.block is not None for spec in layout.specs.values()):
+            continue
+        C, F = layout.hidden, layout.intermediate
+        slot = {c.name: mx.zeros((1, *c.shape), mlx_dtype(c.dtype)) for c in layout.components}
+        bank = ExpertBank.of(slot, layout.specs)
+        for n in (1, most_tokens):
+            if not mix.takes(mx.zeros((n, C)), None, mx.zeros((n, experts_per_token)), bank):
+                found = max(found, decoding_bytes(F, C))
+    return found
 
 
 def _check_buffers(plan: Plan, layouts: dict[int, BlockLayout]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.layers import DecoderLayer, DenseMlp
@@ -58,4 +57,4 @@ class AttentionDecoder(DecoderModel):
         heads = config.num_attention_heads
         attention = chunk * heads * (8 * config.head_dim + 3 * tokens)
         dense = 3 * chunk * config.intermediate_size
-        return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
+        return 4 * (residual + max(attention, dense)) + self.expert_scratch_bytes()

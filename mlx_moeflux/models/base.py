@@ -21,6 +21,7 @@ from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
+from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.experts.io.row_table import RowStats, RowTable, sum_of
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
@@ -78,6 +79,8 @@ class StreamingModel(Module):
         # As parse_wired_memory returns it.
         self.wired_memory: str | int | None = None
         self.plan: Plan | None = None
+        # Of experts that stock MLX decodes in every call.
+        self.decoding_bytes = 0
         self.identity = ""
         self.experts_identity: Callable[[], str] = str
         self.compile_steps: bool | None = None
@@ -352,6 +355,10 @@ class StreamingModel(Module):
         """Return the bytes of one sequence's state after `positions` tokens, spare rows
         included."""
         return sum(entry.nbytes(positions) for entry in self.entry_specs())
+
+    def expert_scratch_bytes(self) -> int:
+        """Return a bound of the bytes that computing experts allocates besides results."""
+        return compute_scratch_bytes() + self.decoding_bytes
 
     def check_cache(self, cache: Any) -> None:
         """Raise a CacheError unless `cache` is a state that :meth:`make_cache` of this model made,

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE, VALUES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.decoder import DecoderModel
@@ -76,4 +75,4 @@ class Model(DecoderModel):
         expanded = H * tokens * 2 * Dn
         attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
-        return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
+        return 4 * (residual + max(attention, dense)) + self.expert_scratch_bytes()

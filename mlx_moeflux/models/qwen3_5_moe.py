@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx_moeflux.cache import RecurrentCache
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
-from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderModel
@@ -172,7 +171,7 @@ class Model(DecoderModel):
         linear = chunk * (6 * config.conv_dim + 8 * config.value_dim)
         heads = config.num_attention_heads
         full = chunk * heads * (8 * config.head_dim + 3 * tokens)
-        return 4 * (residual + max(linear, full)) + compute_scratch_bytes()
+        return 4 * (residual + max(linear, full)) + self.expert_scratch_bytes()
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

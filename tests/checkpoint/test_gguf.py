@@ -3,6 +3,7 @@ in float32 safetensors must give the same logits."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -38,8 +39,10 @@ from mlx_moeflux.errors import (
     UnsupportedError,
 )
 from mlx_moeflux.generation.text import generate
+from mlx_moeflux.kernels.linear import blocks
 from mlx_moeflux.loading import load, load_model
 from mlx_moeflux.measure.plan import open_sizes
+from mlx_moeflux.models import base
 from mlx_moeflux.models.qwen3_moe_config import Config
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -264,6 +267,58 @@ def test_experts_that_no_kernel_reads_are_marked_on_a_gpu(tmp_path):
     assert re.fullmatch(r"expert_mix=\w+ refused: stock MLX promises no equal bits .*", mark)
 
 
+def in_two_kinds(name: str) -> str:
+    """Experts in types that kernels read."""
+    kinds = {"gate_exps": "IQ4_NL", "up_exps": "IQ4_NL", "down_exps": "Q6_K"}
+    return kinds.get(name.rpartition("ffn_")[2], "Q8_0")
+
+
+@pytest.mark.parametrize("memory", [pytest.param("100%", marks=pytest.mark.slow), "80%"])
+def test_peak_memory_counts_what_decoding_takes(tmp_path, monkeypatch, memory):
+    """Of a prompt and of tokens after it. Without the other parts' bounds, which are much larger
+    than what so small a model needs of them, the formula holds by that part alone."""
+    path = gguf_files.write(tmp_path / "model.gguf", in_two_kinds)
+    monkeypatch.setattr(blocks, "DECODED_BYTES", 4 << 20)
+    monkeypatch.setattr(base, "compute_scratch_bytes", lambda: 1 << 20)
+    options = {"expert_memory": memory, "expert_threads": 1, "kernels": "reference"}
+    with load_model(path, **options) as model:
+        cache = model.make_cache()
+        mx.eval(model.parameters(), TOKENS)
+        gc.collect()  # models of other tests
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        logits = model(TOKENS[:1], cache, last_only=True)
+        mx.eval(logits)
+        for _ in range(3):
+            logits = model(mx.argmax(logits[:, -1:], axis=-1), cache)
+            mx.eval(logits)
+        peak = mx.get_peak_memory() - before
+        tokens = TOKENS.shape[1]
+        allowed = model.state_bytes(tokens + 3) + model.activation_bytes(tokens)
+        assert allowed - model.decoding_bytes < peak <= allowed
+
+
+def test_what_kernels_read_takes_no_memory_to_decode(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", in_two_kinds)
+    options = {"dtype": mx.float32, "expert_memory": "100%"}
+    with load_model(path, **options) as model:
+        assert model.decoding_bytes >= 3 * blocks.DECODED_BYTES
+        needed = model.activation_bytes(9) - model.decoding_bytes
+    with load_model(path, requantize=True, **options) as model:
+        assert model.decoding_bytes == 0
+        assert model.activation_bytes(9) == needed
+    with emulated(partly_written=BETWEEN):
+        with load_model(path, **options) as model:
+            assert model.decoding_bytes == 0
+        with load_model(path, kernels={"expert_mix": "reference"}, **options) as model:
+            assert model.decoding_bytes > 0
+        beside = gguf_files.write(tmp_path / "floats.gguf", beside_floats)
+        with load_model(beside, **options) as model:
+            assert model.decoding_bytes > 0
+            assert model.kernels.fallbacks() == []
+
+
 def test_a_token_at_a_time_is_the_prompt(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
     with load_model(path, expert_memory="80%", expert_threads=1) as model:
@@ -311,7 +366,7 @@ def test_requantize_says_so(tmp_path, capsys):
         load_model(tmp_path / "meaning", requantize=True)
 
 
-@pytest.mark.parametrize("layout", ["packed", "safetensors"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("safetensors", marks=pytest.mark.slow)])
 def test_what_was_quantised_anew_is_converted_so(tmp_path, capsys, layout):
     """Bit for bit what loading with the option computes, and marked as that is."""
     path = gguf_files.write(

@@ -15,8 +15,11 @@ from mlx_moeflux.checkpoint.blocks import BlockMode
 
 # MLX multiplies fewer rows by another kernel on CUDA.
 LEAST_ROWS = 8
-# Bounds the matrices in float32 that exist at a time; decoding takes about three times as much.
+# Bounds the matrices in float32 that are multiplied at a time.
 DECODED_BYTES = 32 << 20
+# Times as many bytes MLX allocates at most: decoding takes some, and it allocates ahead of what it
+# computes. Measured on the CPU: up to 5.9.
+ALLOCATED = 8
 # Up to this many rows the matrix of each is decoded; of more, each matrix once.
 FEW_ROWS = 64
 
@@ -43,6 +46,12 @@ def gather_blocks(x: mx.array, weight: mx.array, slots: mx.array, mode: BlockMod
         products.append(_product(x[_indices(rows)], weight[_indices(chosen)], own, mode))
         mx.eval(products[-1])
     return mx.concatenate(products)[_indices(np.argsort(order))]
+
+
+def decoding_bytes(out: int, width: int) -> int:
+    """Return a bound of the bytes that the products with matrices ``[out, width]`` of one call
+    allocate to decode them."""
+    return ALLOCATED * max(DECODED_BYTES, 4 * out * width)
 
 
 def _by_row(
