@@ -78,6 +78,7 @@ class Operation:
     equal_rows: False if stock MLX on a GPU promises no row of the reference the same bits in
         another bank and beside other rows.
     example: A small call with every option; example_tokens: Tokens of it.
+    forms: Name -> a small call whose arguments are stored in another form, which a check tries too.
     workloads: Kind -> a call as models make it, "" where no kind has its own.
     cases: A small call -> that call, and others like it that a given callable must take, with its
         name; None: only the call.
@@ -100,6 +101,7 @@ class Operation:
     composed: bool = False
     equal_rows: bool = True
     example_tokens: int = T
+    forms: Mapping[str, Builder] = field(default_factory=dict)
     cases: Callable[[Arguments], Iterator[tuple[str, Arguments]]] | None = None
     unread: Callable[[Arguments, Any], Any] | None = None
     implementations: dict[str, Implementation] = field(init=False)
@@ -125,11 +127,14 @@ class Operation:
         if faults:
             raise TypeError(f"the record of '{self.name}' is wrong: {'; '.join(faults)}")
 
-    def example_call(self, dtype: mx.Dtype = mx.float32, *, tokens: int | None = None) -> Arguments:
-        """Return positional and keyword arguments of the example; activations and weights in
-        `dtype`. tokens: Another number of them than the example's own."""
+    def example_call(
+        self, dtype: mx.Dtype = mx.float32, *, tokens: int | None = None, form: str | None = None
+    ) -> Arguments:
+        """Return positional and keyword arguments of the example, or of one of `forms`; activations
+        and weights in `dtype`. tokens: Another number of them than the example's own."""
         count = self.example_tokens if tokens is None else tokens
-        return self.example(TINY, count, normal(dtype))
+        build = self.example if form is None else self.forms[form]
+        return build(TINY, count, normal(dtype))
 
     def workload(self, kind: str, sizes: Sizes, tokens: int, dtype: mx.Dtype) -> Arguments:
         """Return the arguments of one call of a kind, not evaluated."""

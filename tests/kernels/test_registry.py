@@ -7,20 +7,24 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.cli import check, main
 from mlx_moeflux.cli.common import stats_table
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels import dispatch, examples
 from mlx_moeflux.kernels.delta.delta_mixer import delta_mixer
 from mlx_moeflux.kernels.moe import router
+from mlx_moeflux.kernels.moe.expert_blocks import KINDS
+from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import failures, stock, trials, verdicts
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.kernels.harness import emulated
+from tests.kernels.harness import emulated, launched
 from tests.kernels.implementations import IMPLEMENTATIONS
 
 FUSED = [(op, name) for op, implementations in IMPLEMENTATIONS.items() for name in implementations
@@ -398,6 +402,43 @@ def test_every_kernel_passes_its_trial_on_an_example(operation, name, dtype):
     assert verdict.ok, verdict
 
 
+FORMS = [
+    pytest.param(
+        operation, name, form, id=f"{operation}-{name}-{form}",
+        # Emulated, a form takes seconds.
+        marks=[] if (name, form) == ("grouped", "iq4_nl") else [pytest.mark.slow],
+    )
+    for operation, name in FUSED
+    for form in OPERATIONS[operation].forms
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("operation", "name", "form"), FORMS)
+def test_every_form_of_an_example_passes_its_trial(operation, name, form):
+    implementation = IMPLEMENTATIONS[operation][name].function
+    with launched() as names:
+        verdict = trials.on_example(OPERATIONS[operation], implementation, mx.bfloat16, form)
+    assert verdict.ok, verdict
+    assert "expert_blocks" in names
+
+
+def test_every_mode_of_blocks_that_a_kernel_reads_is_a_form_of_experts():
+    forms = OPERATIONS["expert_mix"].forms
+    assert ["affine", *forms] == list(KINDS)
+    for mode in forms:
+        (*_, bank), _ = OPERATIONS["expert_mix"].example_call(mx.bfloat16, form=mode)
+        assert [bank.gate.spec.mode, bank.down.spec.mode, bank.up.spec.bits] == [mode, mode, 4]
+
+
+def test_random_blocks_have_numbers_of_one_size():
+    assert list(examples.FACTORS) == list(BLOCK_MODES)
+    for mode, block in BLOCK_MODES.items():
+        values = np.array(block.decode(examples.in_blocks(mode, 3, 64, 512), mx))
+        assert values.shape == (3, 64, 512)
+        assert 0.8 < np.sqrt((values**2).mean() * 512) < 1.3, mode
+
+
 # ---- mlx_moeflux check
 
 
@@ -445,6 +486,24 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
     with emulated():
         assert main(["check", "--operation", "softmax_top_k", "--dtype", "float32"]) == 1
     assert "wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", [pytest.param("q2_k", marks=pytest.mark.slow), "iq4_nl"])
+def test_check_fails_when_a_kernel_does_in_one_form(capsys, monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+
+    def wrong(x, slots, weights, bank, *, initial=None):
+        y = expert_mix(x, slots, weights, bank, initial=initial)
+        return 1.2 * y if bank.gate.spec.mode == mode else y
+
+    every = IMPLEMENTATIONS["expert_mix"]
+    for name in ("pairs", "rows", "grouped"):
+        monkeypatch.setitem(every, name, replace(every[name], function=wrong))
+    with emulated():
+        assert main(["check", "--operation", "expert_mix", "--dtype", "float32"]) == 1
+    found = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [line[3] for line in found] == ["right", "wrong", "wrong", "wrong"]
+    assert all(line[4].startswith(f"{mode}: error 0.") for line in found[1:])
 
 
 @pytest.mark.parametrize(

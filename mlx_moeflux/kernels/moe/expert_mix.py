@@ -20,6 +20,8 @@ import functools
 
 import mlx.core as mx
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
+from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
@@ -31,7 +33,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     expert_ffn,
 )
 from mlx_moeflux.kernels.moe.expert_pairs import checked, pair_bytes, readable
-from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.operation import Builder, Implementation, Operation
 
 ABSENT = 0xFFFFFFFF
 
@@ -76,17 +78,37 @@ def random_bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
     return ExpertBank(gate, up, down)
 
 
-def call_of_size(s: Sizes, n: int, x: Normal) -> Arguments:
+def _routed(s: Sizes, n: int) -> tuple[mx.array, mx.array]:
     order = mx.argsort(mx.random.uniform(shape=(n, s.E), key=examples.fresh_key()), axis=-1)[
         :, : s.K
     ]
     slots = mx.sort(order, axis=-1).astype(mx.uint32)
-    weights, rows = mx.random.uniform(shape=(n, s.K), key=examples.fresh_key()), x(n, s.C)
-    return (rows, slots, weights, random_bank(s, rows.dtype)), {}
+    return slots, mx.random.uniform(shape=(n, s.K), key=examples.fresh_key())
+
+
+def call_of_size(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows = x(n, s.C)
+    return (rows, *_routed(s, n), random_bank(s, rows.dtype)), {}
 
 
 def _example(s: Sizes, n: int, x: Normal) -> Arguments:
     return call_of_size(s, n, x)[0], {"initial": x(n, s.C, dtype=mx.float32)}
+
+
+def _in_blocks(mode: str) -> Builder:
+    """An example of experts whose gate and down are in ggml's blocks, and up affine, at least as
+    wide as a block."""
+
+    def example(s: Sizes, n: int, x: Normal) -> Arguments:
+        side = max(s.C, BLOCK_MODES[mode].elements)
+        weight = examples.in_blocks(mode, 2, s.E, side, side)
+        spec = QuantSpec.of_mode(mode)
+        gate, down = (ProjectionBank(part, None, None, spec) for part in weight)
+        up = ProjectionBank(*examples.quantised(s, x, s.E, side, side), s.spec)
+        call = (x(n, side), *_routed(s, n), ExpertBank(gate, up, down))
+        return call, {"initial": x(n, side, dtype=mx.float32)}
+
+    return example
 
 
 EXPERT_MIX = Operation(
@@ -125,5 +147,6 @@ EXPERT_MIX = Operation(
     equal_rows=False,
     example=_example,
     example_tokens=examples.N,
+    forms={mode: _in_blocks(mode) for mode in expert_blocks.KINDS if mode in BLOCK_MODES},
     workloads={"": call_of_size},
 )

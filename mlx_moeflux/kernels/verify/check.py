@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.operation import REFERENCE
+from mlx_moeflux.kernels.operation import REFERENCE, Function, Operation
 from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import trials
@@ -32,5 +33,19 @@ def check(dtype: mx.Dtype, operations: Iterable[str]) -> Iterator[Checked]:
                 continue
             verdict = None
             if not isinstance(launcher.backend(), launcher.NoBackend):
-                verdict = trials.on_example(record, implementation.function, dtype)
+                verdict = _on_every_form(record, implementation.function, dtype)
             yield Checked(operation, name, verdict)
+
+
+def _on_every_form(record: Operation, function: Function, dtype: mx.Dtype) -> Verdict:
+    """Return the first verdict that refuses, which names the form, or that of the largest error."""
+    worst = trials.on_example(record, function, dtype)
+    for form in record.forms:
+        if not worst.ok:
+            break
+        verdict = trials.on_example(record, function, dtype, form)
+        if not verdict.ok:
+            worst = replace(verdict, reason=f"{form}: {verdict.reason}")
+        elif (verdict.error or 0) > (worst.error or 0):
+            worst = verdict
+    return worst

@@ -540,9 +540,11 @@ def largest_error(actual: Any, expected: Any) -> float:
     return max((e.worst for e in _errors(actual, arrays(expected), None)), default=0.0)
 
 
-def on_example(operation: Operation, function: Function, dtype: mx.Dtype) -> Verdict:
-    """Return the verdict of `function` on a small call with every option of the operation, for
-    ``check``."""
-    args, kwargs = operation.example_call(dtype)
+def on_example(
+    operation: Operation, function: Function, dtype: mx.Dtype, form: str | None = None
+) -> Verdict:
+    """Return the verdict of `function` on a small call with every option of the operation, or on
+    one of its other forms, for ``check``."""
+    args, kwargs = operation.example_call(dtype, form=form)
     mx.eval(arrays((args, list(kwargs.values()))))
     return attempt(operation, function, args, kwargs)
