@@ -266,5 +266,5 @@ def test_a_flag_sets_its_option_alone(name):
     if kind is bool:
         given, value = ([f"--no-{word}"], False) if defaults[name] else ([f"--{word}"], True)
     else:
-        given, value = [f"--{word}", "7"], kind(7)
+        given, value = [f"--{word}", "7"], kind("7")
     assert options(*given) == defaults | {name: value}

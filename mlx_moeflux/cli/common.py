@@ -212,6 +212,7 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     lines = [table.full() if details else table.brief()]
     if ahead := table.read_ahead():
         lines.append(ahead)
+    lines += table.by_place()
     if (rows := model.row_stats()) is not None:
         lines.append(f"n-gram rows: {rows}")
     if details:

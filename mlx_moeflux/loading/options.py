@@ -11,7 +11,7 @@ import difflib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mlx_moeflux.errors import InputError
@@ -37,15 +37,20 @@ T = TypeVar("T")
 class Flag:
     """An option on the command line; its name and default are those of the field.
 
-    help: A phrase. kind: Of the value; bool: there is none, the flag gives the other value than
-    the default. metavar: The value in the help. ranks: It belongs to commands that ``mlx.launch``
-    starts on several machines.
+    help: A phrase. kind: Makes the value of a text; bool: there is none, the flag gives the other
+    value than the default. metavar: The value in the help. ranks: It belongs to commands that
+    ``mlx.launch`` starts on several machines.
     """
 
     help: str
-    kind: type = str
+    kind: Callable[[str], Any] = str
     metavar: str | None = None
     ranks: bool = False
+
+
+def paths(text: str) -> list[str]:
+    """Return the paths of a text in which commas separate them."""
+    return text.split(",")
 
 
 def option(default: T, text: str, flag: Flag | None = None) -> T:
@@ -76,8 +81,8 @@ class LoadOptions:
     )
     expert_threads: int | None = option(
         None,
-        "Number of concurrent reads; default 8.",
-        Flag("concurrent reads, default 8", int),
+        "Number of concurrent reads from each disk; default 8.",
+        Flag("concurrent reads from each disk, default 8", int),
     )
     experts_per_token: int | None = option(
         None,
@@ -174,12 +179,18 @@ class LoadOptions:
         "Refuse unknown keys of config.json and of GGUF's metadata.",
         Flag("ignore keys of config.json or GGUF that nothing reads", bool),
     )
-    expert_path: str | os.PathLike[str] | None = option(
+    expert_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = option(
         None,
         "Checkpoint directory of the same model from which the experts are read; default: the "
-        "model's. On several ranks it may be the part that ``convert(shard=...)`` wrote, and "
-        "``{rank}`` in it stands for the rank.",
-        Flag("read experts there; {rank} stands for the rank", metavar="DIR", ranks=True),
+        "model's. Of a list of copies on several disks, each block comes from the one that is "
+        "expected to give it first. On several ranks it may be the part that "
+        "``convert(shard=...)`` wrote, and ``{rank}`` in it stands for the rank.",
+        Flag(
+            "read experts there, or from copies on several disks; {rank} stands for the rank",
+            paths,
+            metavar="DIR[,DIR]",
+            ranks=True,
+        ),
     )
     distributed: Any = option(
         None,

@@ -24,7 +24,7 @@ from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
 from mlx_moeflux.experts.budget import Memory, format_bytes, measure_memory
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.experts.io.samples import check_scales, experts_identity
+from mlx_moeflux.experts.io.samples import check_replica, check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import make_eviction
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import make_prefetch
@@ -131,11 +131,13 @@ class Source:
 class Weights:
     """Where the weights are, under the model's names.
 
-    stored: The checkpoint that has the experts. quantization: Of the trunk's and experts' names.
+    stored: The checkpoint that has the experts. places: Path -> it and its experts, and those of
+    each copy. quantization: Of the trunk's and experts' names.
     """
 
     mapped: MappedTensors
     stored: Checkpoint
+    places: Mapping[str, tuple[Checkpoint, Experts]]
     quantization: Quantization
 
 
@@ -143,12 +145,14 @@ class Weights:
 class Placed:
     """The experts of this process.
 
-    part: This rank's; None: one process has all. mapped: With its experts alone. identified: What
-    the identity of the experts is made of, equal on all ranks.
+    part: This rank's; None: one process has all. mapped: With its experts alone. places: Path ->
+    the same experts there. identified: What the identity of the experts is made of, equal on all
+    ranks.
     """
 
     part: Part | None
     mapped: MappedTensors
+    places: Mapping[str, Experts]
     identified: Experts
 
 
@@ -183,6 +187,9 @@ def _checked(options: LoadOptions) -> LoadOptions:
             raise InputError(f"{field.name} is {value!r}; give True or False.")
     if not isinstance(options.dtype, mx.Dtype | None):
         raise InputError(f"dtype is {options.dtype!r}; give an MLX dtype such as mx.bfloat16.")
+    own = options.reader is not None or options.store is not None
+    if own and len(_expert_paths(options)) > 1:
+        raise InputError("a reader or store of your own reads one place; give one expert_path.")
     for name in ("experts_per_token", "max_context"):
         number = getattr(options, name)
         if not isinstance(number, int | None):
@@ -194,6 +201,27 @@ def _checked(options: LoadOptions) -> LoadOptions:
         fuse=fuse,
         eviction=make_eviction(options.eviction),
     )
+
+
+def _expert_paths(options: LoadOptions) -> list[str]:
+    """Return the places of `expert_path`, of this rank; empty if there is none.
+
+    Raises:
+        InputError: It is no path and no list of different ones.
+    """
+    given = options.expert_path
+    if given is None:
+        return []
+    places = list(given) if isinstance(given, list | tuple) else [given]
+    if not places or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in places):
+        raise InputError(f"expert_path is {given!r}; give a directory, or a list of them.")
+    rank = 0 if options.distributed is None else options.distributed.rank
+    found = [os.fspath(place).replace("{rank}", str(rank)) for place in places]
+    real = [os.path.realpath(place) for place in found]
+    for i, place in enumerate(found):
+        if real[i] in real[:i]:
+            raise InputError(f"expert_path has {place} twice; leave one out.")
+    return found
 
 
 def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
@@ -258,17 +286,23 @@ def _map(source: Source) -> Weights:
     """Give every tensor the model's name. The experts may lie in another checkpoint.
 
     Raises:
-        CheckpointError: Two tensors claim one name, or an expert is missing from a layer.
+        CheckpointError: Two tensors claim one name, an expert is missing from a layer, or the
+            experts of a further place are no copy of the first's.
     """
     checkpoint, options, rules = source.checkpoint, source.options, source.config.name_rules()
     mapped, stored = checkpoint.mapped(rules), checkpoint
-    if options.expert_path is not None:
-        rank = 0 if options.distributed is None else options.distributed.rank
-        path = os.fspath(options.expert_path).replace("{rank}", str(rank))
-        stored = open_checkpoint(path, requantize=options.requantize, strict=options.strict_config)
-        mapped = dataclasses.replace(mapped, experts=stored.mapped(rules).experts)
+    places: dict[str, tuple[Checkpoint, Experts]] = {}
+    for path in _expert_paths(options):
+        found = open_checkpoint(path, requantize=options.requantize, strict=options.strict_config)
+        experts = found.mapped(rules).experts
+        if places:
+            check_replica(mapped.experts, experts, place=path)
+        else:
+            mapped, stored = dataclasses.replace(mapped, experts=experts), found
+        places[path] = found, experts
+    places = places or {os.fspath(source.path): (stored, mapped.experts)}
     quantization = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
-    return Weights(mapped, stored, quantization)
+    return Weights(mapped, stored, places, quantization)
 
 
 def _build(source: Source, weights: Weights) -> tuple[DecoderModel, dict[int, BlockLayout]]:
@@ -313,7 +347,8 @@ def _place(source: Source, weights: Weights, layouts: dict[int, BlockLayout]) ->
                 f"{stored.directory} has one rank's experts; load with distributed, or take the "
                 "whole checkpoint."
             )
-        return Placed(None, mapped, mapped.experts)
+        places = {path: experts for path, (_, experts) in weights.places.items()}
+        return Placed(None, mapped, places, mapped.experts)
     if options.store is not None or options.reader is not None:
         raise InputError("distributed excludes a store or a reader; leave them out.")
     part = Part.of(
@@ -324,8 +359,9 @@ def _place(source: Source, weights: Weights, layouts: dict[int, BlockLayout]) ->
         mix=source.kernels.expert_mix,
     )
     identified = part.identified(mapped.experts, stored)
-    held = dataclasses.replace(mapped, experts=part.held(mapped.experts, stored))
-    return Placed(part, held, identified)
+    places = {path: part.held(there, of) for path, (of, there) in weights.places.items()}
+    held = dataclasses.replace(mapped, experts=next(iter(places.values())))
+    return Placed(part, held, places, identified)
 
 
 def _fill(
@@ -370,7 +406,10 @@ def _fill(
             most_tokens=model.prefill_chunk,
         )
         store, model.plan = make_store(
-            model, placed.mapped, layouts, options, part=placed.part, memory=memory
+            *(model, placed.mapped, layouts, options),
+            part=placed.part,
+            places=placed.places,
+            memory=memory,
         )
         store.stats().mark_lossy_later(source.kernels.unpromised)
         if options.verbose:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 
@@ -13,9 +13,11 @@ from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan
 from mlx_moeflux.experts.compute import ExpertMix
+from mlx_moeflux.experts.io.decoding import Experts
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
-from mlx_moeflux.experts.io.readers import check_methods, check_reader, make_reader
+from mlx_moeflux.experts.io.readers import check_methods, check_reader
+from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
@@ -38,11 +40,13 @@ def make_store(
     options: LoadOptions,
     *,
     part: Part | None,
+    places: Mapping[str, Experts],
     memory: Memory,
 ) -> tuple[StreamedStore | ResidentStore, Plan]:
     """Plan the memory of the experts and build their store; closes the reader unless it is used.
 
-    part: This rank's, whose experts alone `mapped` has; None: one process has all.
+    part: This rank's, whose experts alone `mapped` has; None: one process has all. places: Path ->
+    the same experts there, the first those of `mapped`.
 
     Raises:
         InputError: A given reader is wrong, or an option is out of range.
@@ -51,7 +55,7 @@ def make_store(
     given = options.reader
     if given is not None:
         check_methods(given)
-    reader = given or make_reader(options.expert_reader, mapped.experts)
+    reader = given or open_readers(options.expert_reader, places)
     E, mix, events = model.config.num_experts, model.kernels.expert_mix, options.events
     if part is not None:
         E, mix, events = part.num_experts, part.mix, None  # the events are those of all ranks
@@ -74,7 +78,7 @@ def make_store(
             row_bytes=model.row_bytes,
             kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
             memory=memory,
-            reader=reader.name,
+            reader=reader.name + (f" from {len(places)} places" if len(places) > 1 else ""),
             staging_bytes=staging_bytes(reader, threads),
         )
         _check_buffers(plan, layouts)

@@ -36,8 +36,9 @@ from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
-from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory
-from mlx_moeflux.experts.io.readers import Reader, private_bytes
+from mlx_moeflux.experts.io.read_pool import Arrival, BlockPool, ReadPool, SlotMemory
+from mlx_moeflux.experts.io.readers import Reader, largest_block, private_bytes
+from mlx_moeflux.experts.io.replicas import ReplicaPool, ReplicaReader
 from mlx_moeflux.kernels.runtime import device
 
 SOURCE = Path(__file__).with_name("native_reads.c")
@@ -77,7 +78,7 @@ class _Layer(ctypes.Structure):
 
 class _Outcome(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("nbytes", "nanoseconds", "offset", "wanted", "done")),
+        *((n, c_int64) for n in ("nbytes", "nanoseconds", "elapsed", "offset", "wanted", "done")),
         ("file", c_int32),
         ("error", c_int32),
         ("rest", c_uint32),
@@ -145,7 +146,7 @@ def _built() -> Path:
 
 class NativePool:
     """A fixed number of threads that read the blocks of one reader. They end with :meth:`close` or
-    with this object. See :class:`~mlx_moeflux.experts.io.read_pool.ReadPool`.
+    with this object. See :class:`~mlx_moeflux.experts.io.read_pool.BlockPool`.
 
     Raises:
         OSError: The system gives no more threads or memory.
@@ -244,8 +245,7 @@ class BlockPlaces:
 class NativeFetch:
     """A batch of reads: blocks of one layer into their slots.
 
-    Has the methods of :class:`~mlx_moeflux.experts.io.read_pool.Fetch`. blocks: Experts and their
-    slots. in_caller: True if the caller reads.
+    See :class:`~mlx_moeflux.experts.io.read_pool.BlockFetch`. in_caller: True if the caller reads.
     """
 
     def __init__(
@@ -316,6 +316,10 @@ class NativeFetch:
             if outcome.nbytes == nbytes and not outcome.error
         ]
 
+    def elapsed(self) -> float:
+        """See :meth:`BlockFetch.elapsed <mlx_moeflux.experts.io.read_pool.BlockFetch.elapsed>`."""
+        return 1e-9 * max((outcome.elapsed for outcome in self._outcomes), default=0)
+
     def _wait(self) -> None:
         pool = self._pool
         # A closed pool has ended all reads.
@@ -342,15 +346,22 @@ class NativeFetch:
 def staging_bytes(reader: Reader, threads: int) -> int:
     """Return the bytes of all private buffers of a pool: of its threads and, if they are native, of
     the caller."""
-    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
-    each = private_bytes(reader) + device.upload_bytes(largest)
+    if isinstance(reader, ReplicaReader):
+        return sum(staging_bytes(each, threads) for each in reader.readers.values())
+    each = private_bytes(reader) + device.upload_bytes(largest_block(reader))
     return (threads + NativePool.serves(reader)) * each
 
 
-def open_pool(
-    reader: Reader, threads: int, uploads: device.Uploads | None
-) -> ReadPool | NativePool:
-    """Return threads that read with `reader`: native ones where they can."""
+def open_pool(reader: Reader, threads: int, uploads: device.Uploads | None) -> BlockPool:
+    """Return threads that read with `reader`: native ones where they can, and so many for each
+    replica."""
+    if isinstance(reader, ReplicaReader):
+        pools: dict[str, BlockPool] = {}
+        for place, each in reader.readers.items():
+            if pools and uploads is not None:
+                uploads = device.uploads_for(largest_block(reader), threads)
+            pools[place] = open_pool(each, threads, uploads)
+        return ReplicaPool(reader, pools)
     files: Reader = reader
     if NativePool.serves(files):
         with contextlib.suppress(OSError):

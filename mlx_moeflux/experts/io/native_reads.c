@@ -43,9 +43,10 @@ typedef struct {
 } Layer;
 
 /* What becomes of a block. error: 0, an errno, or one of the above, after `done` of `wanted` bytes at
-   `offset` of `file`. rest: the checksum less that of the parts that were read; in the end 0. */
+   `offset` of `file`. rest: the checksum less that of the parts that were read; in the end 0.
+   elapsed: nanoseconds from the begin of the batch to the end of the part that ended last. */
 typedef struct {
-  int64_t nbytes, nanoseconds, offset, wanted, done;
+  int64_t nbytes, nanoseconds, elapsed, offset, wanted, done;
   int32_t file, error;
   uint32_t rest;
 } Outcome;
@@ -67,7 +68,8 @@ typedef struct {
   pthread_t thread;
 } Hand;
 
-/* Blocks that are read together. count, ended: parts in all, and those that have ended. */
+/* Blocks that are read together. count, ended: parts in all, and those that have ended. begun: when,
+   in nanoseconds. */
 typedef struct Batch Batch;
 
 /* Consecutive bytes of a file and the pieces of memory that they go to. from: where they are in the
@@ -84,7 +86,7 @@ typedef struct Part {
 struct Batch {
   const Layer *layer;
   Outcome *outcomes;
-  int64_t count, ended, block_bytes;
+  int64_t count, ended, block_bytes, begun;
   Part parts[];
 };
 
@@ -307,8 +309,10 @@ static void end_part(Pool *pool, Part *part, int64_t done, int error) {
   Outcome *outcome = &batch->outcomes[part->block];
   outcome->nbytes += done;
   if (error && !outcome->error)
-    *outcome = (Outcome){0, 0, part->offset, part->nbytes, done, part->file, error, 0};
+    *outcome = (Outcome){.offset = part->offset, .wanted = part->nbytes, .done = done,
+                         .file = part->file, .error = error};
   if (!outcome->error && outcome->nbytes == batch->block_bytes && outcome->rest) outcome->error = WRONG;
+  outcome->elapsed = now(CLOCK_MONOTONIC) - batch->begun;
   if (++batch->ended == batch->count) pthread_cond_broadcast(&pool->ended);
 }
 
@@ -473,7 +477,8 @@ int64_t batch_bytes(const Pool *pool, const Layer *layer, int64_t count) {
    batch_wait does. */
 void batch_begin(Pool *pool, Batch *batch, const Layer *layer, int64_t count,
                  const int64_t (*blocks)[2], Outcome *outcomes, int wake) {
-  *batch = (Batch){.layer = layer, .outcomes = outcomes, .block_bytes = block_bytes(layer)};
+  *batch = (Batch){.layer = layer, .outcomes = outcomes, .block_bytes = block_bytes(layer),
+                   .begun = now(CLOCK_MONOTONIC)};
   for (int64_t i = 0, step = step_of(pool, layer, count); i < count; i++) {
     if (layer->checksums && layer->where[0] >= 0) outcomes[i].rest = layer->checksums[blocks[i][0]];
     cut(batch, layer, i, blocks[i][0], blocks[i][1], step);

@@ -47,9 +47,62 @@ class HostSlots:
         self.addresses = [(device.address_of(view), nbytes) for view, nbytes in self.views]
 
 
+class BlockFetch(Protocol):
+    """A batch of reads: blocks of one layer into their slots. The caller's thread alone uses it."""
+
+    @property
+    def blocks(self) -> Sequence[tuple[int, int]]:
+        """Experts and their slots."""
+        ...
+
+    @property
+    def in_caller(self) -> bool:
+        """True if the caller reads, in :meth:`start`."""
+        ...
+
+    def start(self, *, urgent: bool = False) -> None:
+        """Begin all reads. urgent: The caller is about to wait for them."""
+        ...
+
+    def wait(self) -> BaseException | None:
+        """Wait for all reads; return the error of the first that failed, if any did."""
+        ...
+
+    def abandon(self) -> None:
+        """Let no further read begin."""
+        ...
+
+    def drain(self) -> None:
+        """Let no further read begin and wait until none is under way, in spite of interrupts, of
+        which one is raised after that."""
+        ...
+
+    def arrivals(self) -> list[Arrival]:
+        """Return the blocks that were read completely, in the order of `blocks`."""
+        ...
+
+    def elapsed(self) -> float:
+        """Return the seconds from :meth:`start` to the latest end of a read; 0 or less before the
+        first."""
+        ...
+
+
+class BlockPool(Protocol):
+    """Threads that read blocks of experts."""
+
+    def fetch(self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]) -> BlockFetch:
+        """Return a batch of reads, not begun: for each block its expert and its slot."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the reads and end the threads."""
+        ...
+
+
 class ReadPool(ReadThreads):
-    """Threads that read blocks. uploads: Staging buffers, where the host does not write the slots.
-    begin_seconds: How long an urgent batch waits for idle threads to begin."""
+    """Threads that read blocks. See :class:`BlockPool`. uploads: Staging buffers, where the host
+    does not write the slots. begin_seconds: How long an urgent batch waits for idle threads to
+    begin."""
 
     def __init__(
         self,
@@ -63,7 +116,7 @@ class ReadPool(ReadThreads):
         super().__init__(count)
 
     def fetch(self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]) -> Fetch:
-        """Return a batch of reads, not begun: for each block its expert and its slot."""
+        """See :meth:`BlockPool.fetch`."""
         if self._uploads is None:
             targets = [
                 Target(e, slot, [view[slot * n : (slot + 1) * n] for view, n in slots.views])
@@ -106,8 +159,8 @@ class Job(NamedTuple):
 class Fetch:
     """A batch of reads: blocks of one layer into their slots.
 
-    Fewer blocks than threads are cut into pieces, if the reader can. blocks: Experts and their
-    slots. in_caller: False once threads may be reading.
+    Fewer blocks than threads are cut into pieces, if the reader can. See :class:`BlockFetch`.
+    in_caller: False once threads may be reading.
     """
 
     def __init__(
@@ -137,6 +190,7 @@ class Fetch:
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._awaited = 0
         self._all_begun: SimpleQueue[None] = SimpleQueue()
+        self._started = self._last_end = 0.0
 
     def start(self, *, urgent: bool = False) -> None:
         """Begin all reads: on the threads, or in the caller if blocks are small.
@@ -144,6 +198,7 @@ class Fetch:
         urgent: Wait until the idle threads have begun. They cannot before the caller releases the
         interpreter lock, which a caller that goes on to build a graph does not do soon.
         """
+        self._started = perf_counter()
         if urgent and self._expected <= SMALL_BYTES and self._uploads is None:
             for i in self._left:
                 self._run_one(i)
@@ -217,6 +272,10 @@ class Fetch:
             if nbytes == self._expected
         ]
 
+    def elapsed(self) -> float:
+        """See :meth:`BlockFetch.elapsed`."""
+        return self._last_end - self._started
+
     def _wait_for(self, expected: Sequence[object]) -> None:
         """Wait until as many reads have ended as `expected` has entries; it may still grow."""
         while not self.in_caller and len(self._ended) < len(expected):
@@ -230,6 +289,7 @@ class Fetch:
             self._results[i] = self._read(self._jobs[i])
         if carried.error is not None:
             self._results[i] = carried.error
+        self._last_end = perf_counter()
 
     def _read(self, job: Job) -> tuple[int, float]:
         start, target = perf_counter(), self._targets[job.target]

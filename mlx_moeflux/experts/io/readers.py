@@ -69,6 +69,11 @@ def fetched_bytes(reader: Reader, layer: int) -> int:
     return reader.layout(layer).nbytes if stored is None else stored(layer)
 
 
+def largest_block(reader: Reader) -> int:
+    """Return the bytes of the largest block of any layer."""
+    return max(reader.layout(layer).nbytes for layer in reader.layers)
+
+
 class MemoryReader:
     """All experts in ordinary memory: the speed of an infinitely fast disk."""
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.files import Stamp, changed, opened, read_exact, unreadable
 from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs, StridedRefs, TensorRef
-from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges
 from mlx_moeflux.experts.io.decoding import Experts, stored_form
+from mlx_moeflux.experts.io.layout import layout_of
 
 SAMPLE_BYTES = 64
 # A slow SSD makes so many reads in about a second.
@@ -51,6 +52,41 @@ def experts_identity(experts: Experts, *, most_samples: int = MOST_SAMPLES) -> s
             for layer in ranges.layers:
                 hasher.update(_samples(ranges, layer, count, fds, maps))
     return hasher.hexdigest()
+
+
+def check_replica(experts: Experts, replica: Experts, *, place: str) -> None:
+    """Compare the experts of `place` with those that it is a copy of: layouts, byte ranges and
+    :func:`experts_identity`.
+
+    Raises:
+        CheckpointError: They differ.
+        ExpertFileError: A file cannot be read.
+    """
+
+    def check(same: bool, difference: str) -> None:
+        if not same:
+            raise CheckpointError(
+                f"{place} is no copy of the first expert_path: {difference}; copy the files again, "
+                "or leave it out."
+            )
+
+    check(sorted(experts) == sorted(replica), "it has experts of other layers")
+    for layer, parts in experts.items():
+        counts = [len(next(iter(of[layer].values()))) for of in (experts, replica)]
+        check(counts[0] == counts[1], f"layer {layer} has {counts[1]} experts, not {counts[0]}")
+        same = layout_of(parts) == layout_of(replica[layer])
+        check(same, f"the experts of layer {layer} have other shapes or dtypes")
+    ours, theirs = ByteRanges(stored_form(experts)), ByteRanges(stored_form(replica))
+    for layer in ours.layers:
+        tables = zip(ours.table(layer), theirs.table(layer), strict=True)
+        same = all(np.array_equal(*pair) for pair in tables)
+        check(same, f"the experts of layer {layer} lie at other offsets")
+    samples = MOST_SAMPLES // len(experts)
+    for layer in experts:
+        own, copied = (
+            experts_identity({layer: of[layer]}, most_samples=samples) for of in (experts, replica)
+        )
+        check(own == copied, f"the experts of layer {layer} have other bytes")
 
 
 def _mapped(fd: int, file: Path) -> mmap.mmap:

@@ -18,8 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io.native_pool import NativeFetch, NativePool
-from mlx_moeflux.experts.io.read_pool import Arrival, Fetch, ReadPool
+from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool
 from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.slots import SlotTable
@@ -101,7 +100,7 @@ class StreamedLayer:
         bank: LayerBank,
         *,
         num_experts: int,
-        pool: ReadPool | NativePool,
+        pool: BlockPool,
         policy: Eviction,
         stats: LayerStats,
     ):
@@ -111,10 +110,10 @@ class StreamedLayer:
         self.change = Change()
         self._pool, self._policy, self.stats = pool, policy, stats
         # Batches on their way, the oldest first.
-        self._fetches: deque[Fetch | NativeFetch] = deque()
+        self._fetches: deque[BlockFetch] = deque()
         # Prefetches that are under way, each of one block, and residents that were prefetched and
         # not yet used.
-        self._ahead: list[Fetch | NativeFetch] = []
+        self._ahead: list[BlockFetch] = []
         self._fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
         self._readers_of_bank: list[PendingOutput] = []

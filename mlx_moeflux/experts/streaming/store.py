@@ -25,7 +25,8 @@ from mlx_moeflux.experts.compute import (
     from_whole_bank,
 )
 from mlx_moeflux.experts.io.native_pool import open_pool, staging_bytes
-from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.experts.io.readers import Reader, largest_block
+from mlx_moeflux.experts.io.replicas import ReplicaPool
 from mlx_moeflux.experts.policies.eviction import (
     DEFAULT_EVICTION,
     Eviction,
@@ -87,11 +88,11 @@ class StreamedStore(ExpertStore):
     eviction: A name or an :class:`~mlx_moeflux.experts.policies.eviction.Eviction`. prefetch: A
     name or a :class:`~mlx_moeflux.experts.policies.prefetch.Prefetch`. keep_all_ahead: Wait for
     every prefetched block when its layer is called, so that hits do not depend on time; otherwise
-    blocks that are not needed and not begun are dropped. threads: Number of reading threads.
-    events: Listener, see :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced at
-    any time. mix: The operation that computes experts. scratch_bytes: Bytes that one step of a long
-    call may allocate besides its result; None: chosen by the device. activation: Of the experts.
-    wave_reads: Blocks that a wave of a long call reads at most.
+    blocks that are not needed and not begun are dropped. threads: Number of reading threads, for
+    each copy of the experts. events: Listener, see :mod:`mlx_moeflux.experts.telemetry.events`, or
+    None; may be replaced at any time. mix: The operation that computes experts. scratch_bytes:
+    Bytes that one step of a long call may allocate besides its result; None: chosen by the device.
+    activation: Of the experts. wave_reads: Blocks that a wave of a long call reads at most.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -135,9 +136,10 @@ class StreamedStore(ExpertStore):
         self._closed = self._released = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
-        largest = max(layout.nbytes for layout in layouts.values())
-        self._uploads = device.uploads_for(largest, threads)
+        self._uploads = device.uploads_for(largest_block(reader), threads)
         self._pool = open_pool(reader, threads, self._uploads)
+        if isinstance(self._pool, ReplicaPool):
+            self._stats.places = self._pool.stats
         self._layers = {
             layer: StreamedLayer(
                 layer,

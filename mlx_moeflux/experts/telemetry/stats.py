@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 
@@ -61,6 +61,37 @@ class LayerStats:
         return LayerStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
 
+@dataclass
+class PlaceStats:
+    """What was read from one of several copies of the experts.
+
+    busy_seconds: Time in which at least one read was under way.
+    """
+
+    bytes_read: int = 0
+    busy_seconds: float = 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes in a second of reading; 0 before the first read."""
+        return 1e-9 * self.bytes_read / self.busy_seconds if self.busy_seconds else 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a batch; another thread copies all of it or nothing."""
+        nbytes, seconds = self.bytes_read + nbytes, self.busy_seconds + seconds
+        vars(self).update(bytes_read=nbytes, busy_seconds=seconds)
+
+    def since(self, earlier: PlaceStats) -> PlaceStats:
+        """Return the difference to `earlier`."""
+        return PlaceStats(
+            self.bytes_read - earlier.bytes_read, self.busy_seconds - earlier.busy_seconds
+        )
+
+    def as_dict(self) -> dict[str, int | float]:
+        """All fields and the speed."""
+        return {**asdict(self), "gb_per_s": self.gb_per_s}
+
+
 class Shown(NamedTuple):
     """How a number of an account is shown.
 
@@ -111,11 +142,12 @@ BRIEF = ("hit_rate", "misses", "bytes_read", "stall_seconds")
 
 @dataclass(frozen=True)
 class StatsTable:
-    """An account of one moment. lossy: See :class:`ExpertStats`."""
+    """An account of one moment. lossy, places: See :class:`ExpertStats`."""
 
     layers: Mapping[int, LayerStats]
     total: LayerStats
     lossy: tuple[str, ...]
+    places: Mapping[str, PlaceStats] = field(default_factory=dict)
 
     def brief(self) -> str:
         """Return a line for each layer that had to look, and the total."""
@@ -146,6 +178,13 @@ class StatsTable:
             f"{100 * total.foreseen / total.proposed:.1f} % of {total.proposed}"
         )
 
+    def by_place(self) -> list[str]:
+        """Return for each of several copies of the experts what was read there, as a phrase."""
+        return [
+            f"{place}: {stats.bytes_read / 1e9:.3f} GB at {stats.gb_per_s:.2f} GB/s"
+            for place, stats in self.places.items()
+        ]
+
     def line(self) -> str:
         """Return the total as one line."""
         total, ahead = self.total, self.read_ahead()
@@ -157,13 +196,18 @@ class StatsTable:
             f"stalls {total.stall_seconds:.2f} s",
             f"compute {total.compute_seconds:.2f} s",
             *([ahead] if ahead else []),
+            *self.by_place(),
         ]
         return ", ".join(parts + [f"lossy: {what}" for what in self.lossy])
 
     def as_dict(self) -> dict[str, object]:
-        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers."""
+        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers; and
+        ``"places": {path: {...}}`` where several copies are read."""
         layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
-        return {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        data = {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        if self.places:
+            data["places"] = {place: stats.as_dict() for place, stats in self.places.items()}
+        return data
 
     def metrics(self) -> dict[str, tuple[str, str, int | float]]:
         """Name -> kind, meaning and value of the total, for Prometheus."""
@@ -187,10 +231,10 @@ class StatsTable:
 def total_of(layers: Iterable[LayerStats]) -> LayerStats:
     """Return the sum of all counts; tokens are those of the layer that saw most."""
     total, layers = LayerStats(), list(layers)
-    for field in fields(LayerStats):
-        values = [getattr(stats, field.name) for stats in layers]
-        combine = max if field.name == "tokens" else sum
-        setattr(total, field.name, combine(values) if values else 0)
+    for name in vars(total):
+        values = [getattr(stats, name) for stats in layers]
+        combine = max if name == "tokens" else sum
+        setattr(total, name, combine(values) if values else 0)
     return total
 
 
@@ -206,6 +250,7 @@ class ExpertStats:
     lossy: What makes results differ from the full model's, such as ``experts_per_token 4 of 8``,
         or lets their last bits depend on the memory for experts. It describes the set-up and
         survives :meth:`reset`.
+    places: What was read from each of several copies of the experts, by path; else empty.
     """
 
     def __init__(self, layers: Iterable[int]):
@@ -213,6 +258,7 @@ class ExpertStats:
         self._marks: list[str] = []
         self._later_marks: Callable[[], Iterable[str]] = tuple
         self.calls: list[Any] | None = None
+        self.places: dict[str, PlaceStats] = {}
 
     @property
     def total(self) -> LayerStats:
@@ -240,14 +286,20 @@ class ExpertStats:
             self.calls = []
         for stats in self.layers.values():
             vars(stats).update(vars(LayerStats()))
+        for stats in self.places.values():
+            vars(stats).update(vars(PlaceStats()))
 
     def _copied(self) -> dict[int, LayerStats]:
         return {layer: copy.copy(stats) for layer, stats in self.layers.items()}
+
+    def _copied_places(self) -> dict[str, PlaceStats]:
+        return {place: copy.copy(stats) for place, stats in self.places.items()}
 
     def snapshot(self) -> ExpertStats:
         """A copy that no longer changes."""
         result = ExpertStats(())
         result.layers = self._copied()
+        result.places = self._copied_places()
         result._marks = self.lossy
         calls = self.calls  # another thread may end their recording
         result.calls = None if calls is None else list(calls)
@@ -261,12 +313,16 @@ class ExpertStats:
         result.layers = {
             layer: stats.since(earlier.layers[layer]) for layer, stats in result.layers.items()
         }
+        result.places = {
+            place: stats.since(earlier.places[place]) for place, stats in result.places.items()
+        }
         return result
 
     def table(self) -> StatsTable:
         """Return the account as it is now."""
         layers = self._copied()
-        return StatsTable(layers, total_of(layers.values()), tuple(self.lossy))
+        lossy, places = tuple(self.lossy), self._copied_places()
+        return StatsTable(layers, total_of(layers.values()), lossy, places)
 
     def as_dict(self) -> dict[str, object]:
         """See :meth:`StatsTable.as_dict`; and ``"calls"`` if there are any."""

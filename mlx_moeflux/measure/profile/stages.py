@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.io.replicas import each_reader
 from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.measure.profile.instrument import Retyped, evaluate, uncompiled
 from mlx_moeflux.models.moe import SparseMoeBlock
@@ -144,7 +145,8 @@ class Profiler:
         watched.watch(model, "__call__", self._call)
         watched.watch(model.store, "experts", self._timer("experts"))
         if (streaming := model.store.streaming) is not None:
-            watched.watch(streaming.reader, "read", self._read)
+            for reader in each_reader(streaming.reader):
+                watched.watch(reader, "read", self._read)
 
     def _instrument_block(self, block: Any, watched: Retyped, exits: ExitStack) -> None:
         for name, stage in BLOCK_STAGES.items():

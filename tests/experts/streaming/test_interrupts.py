@@ -15,11 +15,23 @@ import pytest
 from mlx_moeflux import experts as package
 from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
 from tests.experts.conftest import PYTHON_READS
-from tests.experts.helpers import CALLS, C, E, K, all_is_well, bank_is_right, random_call, same_bits
+from tests.experts.helpers import (
+    CALLS,
+    C,
+    E,
+    K,
+    all_is_well,
+    bank_is_right,
+    random_call,
+    random_experts,
+    same_bits,
+    write_experts,
+)
 
 ROUNDS = 150
 PACKAGE = os.path.dirname(package.__file__)
@@ -135,10 +147,14 @@ def test_interrupted_at_any_event(experts, open_store, kind):
 
 
 @pytest.mark.parametrize(
-    "eviction",
-    [pytest.param(name, marks=() if name == "lfu" else pytest.mark.slow) for name in EVICTIONS],
+    ("eviction", "places"),
+    [
+        pytest.param(name, places, marks=() if name == "lfu" else pytest.mark.slow)
+        for name in EVICTIONS
+        for places in (1, 2)
+    ],
 )
-def test_interrupted_at_every_line(experts, eviction):
+def test_interrupted_at_every_line(tmp_path, experts, eviction, places):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
     countdown = 0
 
@@ -155,7 +171,8 @@ def test_interrupted_at_every_line(experts, eviction):
     call, other = random_call(4, seed=3), random_call(1, seed=8)
     right = [experts.resident().experts(3, *c) for c in (call, other)]
     lines, finished = 0, False
-    reader = make_reader("pread", experts.refs)
+    copies = [write_experts(tmp_path / str(i), random_experts(), "packed").refs for i in (0, 1)]
+    reader = open_readers("pread", dict(zip("ab", copies[:places], strict=False)))
     with StreamedStore(reader, K, threads=2, eviction=eviction, wave_reads=2) as store:
         while not finished:
             lines += 7 if eviction == "lru" else 17
@@ -172,6 +189,8 @@ def test_interrupted_at_every_line(experts, eviction):
             assert bank_is_right(store, experts)
             assert same_bits(store.experts(3, *call), right[0])
         all_is_well(store, experts)
+        if places > 1:
+            assert not any(replica.in_flight for replica in store._pool._replicas.values())
     assert lines > 300
 
 
