@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -212,8 +212,9 @@ def _expert_paths(options: LoadOptions) -> list[str]:
     given = options.expert_path
     if given is None:
         return []
-    places = list(given) if isinstance(given, list | tuple) else [given]
-    if not places or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in places):
+    places = [given] if isinstance(given, str | os.PathLike) else given
+    listed = isinstance(places, Sequence) and len(places) > 0
+    if not listed or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in places):
         raise InputError(f"expert_path is {given!r}; give a directory, or a list of them.")
     rank = 0 if options.distributed is None else options.distributed.rank
     found = [os.fspath(place).replace("{rank}", str(rank)) for place in places]

@@ -12,11 +12,20 @@ import pytest
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.file_readers import LEAST_PIECE, PreadReader
 from mlx_moeflux.experts.io.readers import READERS, make_reader
+from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.runtime.cuda.upload import Uploads, address_of
 from tests.experts.conftest import read_by
-from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
+from tests.experts.helpers import (
+    LAYERS,
+    E,
+    K,
+    bank_is_right,
+    random_call,
+    random_experts,
+    write_experts,
+)
 
 FILES = "pread", "direct", "mmap"
 
@@ -107,6 +116,20 @@ def test_slots_filled_by_uploads_hold_the_experts(experts, host, name, pieces):
         total = store.stats().total
         assert total.reads == total.misses > 0
         assert host.uploaded == total.bytes_read
+
+
+@read_by("threads", "python threads")
+def test_each_copy_has_staging_of_its_own(tmp_path, experts, host, small_blocks):
+    copy = write_experts(tmp_path / "copy", random_experts(), "packed").refs
+    resident, reader = experts.resident(), open_readers("pread", {"a": experts.refs, "b": copy})
+    with StreamedStore(reader, K, threads=3) as store:
+        for seed in range(12):
+            call = random_call(1, seed=seed)
+            expected = np.array(resident.experts(3, *call))
+            assert np.array_equal(np.array(store.experts(3, *call)), expected)
+        assert bank_is_right(store, experts)
+        assert host.uploaded == store.stats().total.bytes_read
+        assert all(place.bytes_read for place in store.stats().places.values())
 
 
 def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host):
