@@ -15,7 +15,7 @@ from mlx_moeflux.experts.io import native_pool
 from mlx_moeflux.experts.io.file_readers import PreadReader
 from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import Arrival, HostSlots
-from mlx_moeflux.experts.io.readers import READERS
+from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.experts.io.replicas import (
     LEFT_OUT_BLOCKS,
     ReplicaPool,
@@ -31,6 +31,7 @@ from tests.experts.helpers import (
     FORMS,
     LAYERS,
     E,
+    Wrapped,
     all_is_well,
     bank_is_right,
     random_experts,
@@ -291,6 +292,33 @@ def test_a_second_place_that_fails_is_one_line(tmp_path, experts, open_store, co
     file.write_bytes(content)
     os.utime(file, ns=(kept.st_atime_ns, kept.st_mtime_ns))
     all_is_well(store, experts)
+
+
+def test_no_read_of_any_place_is_under_way_after_a_drain(copies):
+    under_way, begun = set(), {place: threading.Event() for place in copies}
+
+    def before(place):
+        def wait(layer, expert, into):
+            under_way.add(expert)
+            begun[place].set()
+            time.sleep(0.01 * (expert + 1))
+            under_way.discard(expert)
+
+        return wait
+
+    reader = ReplicaReader(
+        {at: Wrapped(make_reader("pread", refs), before(at)) for at, refs in copies.items()}
+    )
+    pool = open_pool(reader, 2, None)
+    fetch = pool.fetch(3, HostSlots(reader.layout(3), E), [(e, e) for e in range(E)])
+    fetch.start()
+    assert all(event.wait(60) for event in begun.values())
+    fetch.drain()
+    assert not under_way
+    assert len(fetch.arrivals()) < E
+    assert not any(replica.in_flight for replica in pool._replicas.values())
+    pool.close()
+    reader.close()
 
 
 def test_a_change_of_the_second_place_is_one_line(tmp_path, open_store, copies):
