@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -167,13 +168,21 @@ def test_each_rank_has_its_experts_only(placement, directory, tmp_path):
     assert sizes[0] + sizes[1] == sizes[2]
     options = {"placement": placement, "expert_memory": "50%"}
     elsewhere = {"path": str(directory), "expert_path": str(tmp_path / "part{rank}")}
-    jobs = [{"cases": [{"path": str(part), **options}, {**elsewhere, **options}]} for part in parts]
+    for part in parts:
+        shutil.copytree(part, tmp_path / f"copy-{part.name}")
+    twice = {
+        **elsewhere,
+        "expert_path": [str(tmp_path / f"{of}part{{rank}}") for of in ("", "copy-")],
+    }
+    cases = [elsewhere | options, twice | options]
+    jobs = [{"cases": [{"path": str(part), **options}, *cases]} for part in parts]
     found = results(tmp_path / "run", 2, "logits", *jobs)
     with load_model(whole) as model:
         expected = logits_of(model)
     for one in found:
         assert np.array_equal(one["logits0"], expected)
         assert np.array_equal(one["logits1"], expected)
+        assert np.array_equal(one["logits2"], expected)
 
 
 def test_a_part_is_no_checkpoint_by_itself(directory, tmp_path):
