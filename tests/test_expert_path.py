@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,8 +13,8 @@ from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.loading import load_model
 from tests.experts.helpers import random_experts, same_bits, write_experts
+from tests.faults.test_preloaded import TWIN, fp8, gguf, moeflux, stock
 
-TWIN = Path(__file__).parent / "golden" / "text_top3"
 SOURCES = [name for name in READERS if name != "memory"]
 
 
@@ -49,12 +48,18 @@ def test_a_model_reads_from_all_places(places, reader):
         assert one.experts_identity() == two.experts_identity()
 
 
-def test_published_forms_have_copies_too(tmp_path):
-    """Stock safetensors, of which experts are several ranges of bytes."""
-    paths = [str(TWIN), str(shutil.copytree(TWIN, tmp_path / "copy"))]
+@pytest.mark.parametrize("form", [stock, moeflux, fp8, gguf])
+def test_published_forms_have_copies_too(tmp_path, form):
+    (tmp_path / "first").mkdir()
+    first, _ = form(tmp_path / "first")
+    if first.is_dir():
+        second = shutil.copytree(first, tmp_path / "second")
+    else:
+        second = shutil.copy(first, tmp_path / "second.gguf")
+    options = {"expert_memory": "97%", "expert_threads": 1}
     with (
-        load_model(TWIN, expert_memory="60%") as one,
-        load_model(TWIN, expert_memory="60%", expert_path=paths) as two,
+        load_model(first, **options) as one,
+        load_model(first, expert_path=[first, second], **options) as two,
     ):
         assert same_bits(one(IDS), two(IDS))
         assert all(place.bytes_read for place in two.store.stats().places.values())
