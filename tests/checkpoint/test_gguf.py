@@ -245,14 +245,14 @@ def test_a_kernel_computes_experts_in_blocks_on_a_gpu(tmp_path):
     with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.float32) as model:
         with launched() as names:
             found = np.array(model(few))
-        assert "expert_blocks" in names
+        assert "block_inner" in names
         assert model.store.stats().lossy == []
     for memory in ("85%", "67%"):
         options = {"expert_memory": memory, "expert_threads": 1, "dtype": mx.float32}
         with emulated(partly_written=BETWEEN), load_model(path, **options) as model:
             with launched() as names:
                 assert np.array_equal(np.array(model(few)), found)
-            assert "expert_blocks" in names
+            assert "block_inner" in names
             assert model.store.stats().lossy == []
     assert relative_error(found, expected) <= 1e-5
 

@@ -66,6 +66,13 @@ def equivalent(file: str) -> dict[str, str]:
 
 
 @functools.cache
+def texts(name: str) -> tuple[tuple[str, str], ...]:
+    """header and body of the kernel `name` for Metal as its cases launch it: one for each choice of
+    types (:meth:`~mlx_moeflux.kernels.runtime.launcher.MetalKernel.using`)."""
+    return tuple(dict.fromkeys(v.kernel.metal_text() for v in variants(name)))
+
+
+@functools.cache
 def variants(name: str) -> tuple[Variant, ...]:
     """Every text that MLX generates for the kernel `name` in its cases."""
     seen: list[Variant] = []

@@ -95,6 +95,11 @@ def dense(matrix: Stored) -> np.ndarray:
     """The values of a stored matrix."""
     if matrix.spec is None:
         return float64(matrix.weight)
+    if matrix.spec.block is not None:
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[matrix.spec.mode.upper()]
+        return gguf.dequantize(np.array(matrix.weight), kind).astype(np.float64)
     bits, group = matrix.spec.bits, matrix.spec.group_size
     if not matrix.spec.is_affine:
         codes = np.array(matrix.weight).view(np.uint8)

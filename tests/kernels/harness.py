@@ -20,6 +20,7 @@ import pytest
 
 from mlx_moeflux.kernels.runtime.launcher import KERNELS, MetalKernel, set_backend
 from tests.kernels.metal.emulator import Emulator, missing
+from tests.kernels.metal.variant import plain_name
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -130,7 +131,7 @@ def launched() -> Iterator[list[str]]:
     call = MetalKernel.__call__
 
     def watched(kernel, *args, **kwargs):
-        names.append(kernel.name)
+        names.append(plain_name(kernel.name))
         return call(kernel, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ import pytest
 import mlx_moeflux.kernels
 from mlx_moeflux.kernels.runtime import source
 from mlx_moeflux.kernels.runtime.launcher import KERNELS
-from tests.kernels.cases import all_cases, kernels, registered, variants
+from tests.kernels.cases import all_cases, kernels, registered, texts, variants
 from tests.kernels.harness import emulated, require, scratch_kernel
 from tests.kernels.metal import cuda, lint
 
@@ -51,10 +51,10 @@ def test_files_keep_to_the_subset(file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_is_short_and_uses_an_attribute(name):
-    header, body = kernels()[name].metal_text()
-    assert (header + body).isascii()
-    assert len(header) + len(body) <= MOST_BYTES
-    assert any(attribute in body for attribute in source.ATTRIBUTES)
+    for header, body in texts(name):
+        assert (header + body).isascii()
+        assert len(header) + len(body) <= MOST_BYTES
+        assert any(attribute in body for attribute in source.ATTRIBUTES)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_metal_would_take_it(name, every):
 @pytest.mark.parametrize("name", NAMES)
 def test_cuda_text_compiles(name):
     require(cuda.missing(), "MOEFLUX_REQUIRE_NVCC")
-    for variant in {v.template: v for v in variants(name)}.values():
+    for variant in {(v.kernel.name, v.template): v for v in variants(name)}.values():
         errors, resources = cuda.compile_unit(cuda.unit(variant))
         assert not errors, errors[:3000]
         assert "spill" not in resources, resources

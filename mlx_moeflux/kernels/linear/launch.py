@@ -7,6 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
+
+# A kernel and how it is launched.
+Launch = tuple[MetalKernel, dict[str, Any]]
+
 
 def launch_of(
     template: dict[str, Any],

@@ -2,8 +2,8 @@
 
 An affine matrix ``[out, in]`` holds numbers of 2, 4 or 8 bits in uint32 words, the lowest first,
 and a scale and a bias for every `group` neighbours of a row: value = scale * number + bias.
-Kernels of experts also read MXFP4 (:mod:`mlx_moeflux.checkpoint.quantization`); its scales stand
-where a launch wants biases.
+Kernels of experts also read MXFP4 (:mod:`mlx_moeflux.checkpoint.quantization`), whose scales stand
+where a launch wants biases, and ggml's blocks (:mod:`mlx_moeflux.checkpoint.blocks`).
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ def settings(spec: QuantSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The storage of the numbers of a row; bits 0: floats; tiny: MXFP4."""
+    """The storage of the numbers of a row; bits 0: floats; tiny: MXFP4; block: The mode of ggml's
+    blocks, a type of blocks.metal, or ""."""
 
     bits: int
     group: int
     tiny: bool = False
+    block: str = ""
 
     def words(self, width: int) -> int:
         """Words of a row of `width` numbers."""
@@ -78,8 +80,8 @@ class Matrix:
 
 
 def matrix_of(matrix: Stored, width: int, *, of_expert: bool = False) -> Matrix:
-    """Return the storage of rows of `width` numbers. of_expert: The kernels read MXFP4 as well, and
-    floats in rows of multiples of 8.
+    """Return the storage of rows of `width` numbers. of_expert: The kernels also read MXFP4,
+    blocks, and floats in rows of multiples of 8.
 
     Raises:
         ShapeError: The arrays do not fit together.
@@ -88,6 +90,8 @@ def matrix_of(matrix: Stored, width: int, *, of_expert: bool = False) -> Matrix:
     weight, spec = matrix.weight, matrix.spec
     if weight is None:
         raise UnsupportedError("kernels read matrices, not modules that stand for one.")
+    if of_expert and spec is not None and spec.block is not None:
+        return _blocks_of(weight, spec, width)
     if spec is None:
         found = Matrix(0, 32)
         known = weight.dtype in FLOATS
@@ -121,6 +125,16 @@ def matrix_of(matrix: Stored, width: int, *, of_expert: bool = False) -> Matrix:
     return found
 
 
+def _blocks_of(weight: mx.array, spec: QuantSpec, width: int) -> Matrix:
+    assert spec.block is not None
+    size, elements = spec.block.nbytes, spec.block.elements
+    if weight.dtype != mx.uint8 or weight.shape[-1] * elements != width * size:
+        raise ShapeError(
+            f"a matrix {weight.dtype} {list(weight.shape)} of {spec.mode} has no rows of {width}."
+        )
+    return Matrix(spec.bits, elements, block=spec.mode)
+
+
 def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
     """Floats of threadgroup memory for a row of x, and for the sums of what lanes take, `words` at
     a time. See ``stage`` in quantised.metal."""
@@ -129,10 +143,12 @@ def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
     return steps * 32 * numbers, steps * 32
 
 
-def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
+def arrays_of(matrix: Stored) -> tuple[mx.array, ...]:
     """weight, scales, biases of what :func:`matrix_of` takes; where there are none, any array of
-    the same type may stand."""
+    the same type may stand. Of blocks the weight alone."""
     weight, scales, biases = matrix.weight, matrix.scales, matrix.biases
+    if matrix.spec is not None and matrix.spec.block is not None:
+        return (weight,)
     if scales is None:
         return weight, weight, weight
     return weight, scales, scales if biases is None else biases
@@ -140,15 +156,16 @@ def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Sizes and storage of a bank of experts: C hidden, F inner width; gate and up are alike.
+    """Sizes and storage of a bank of experts: C hidden, F inner width.
 
-    biased: Each product adds a bias. clamp: Alpha and limit of the activation, None for plain
-    silu(gate) up.
+    inner: Gate, and up too unless both are in blocks. biased: Each product adds a bias. clamp:
+    Alpha and limit of the activation, None for plain silu(gate) up.
     """
 
     C: int
     F: int
     inner: Matrix
+    up: Matrix
     down: Matrix
     biased: bool = False
     clamp: tuple[float, float] | None = None
@@ -156,7 +173,13 @@ class ExpertLayout:
     @property
     def plain(self) -> bool:
         """True for affine numbers or floats without biases, and silu(gate) up."""
-        return not (self.biased or self.clamp or self.inner.tiny or self.down.tiny)
+        tiny = self.inner.tiny or self.down.tiny
+        return not (self.biased or self.clamp or tiny or self.in_blocks)
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if all matrices are in ggml's blocks."""
+        return bool(self.inner.block)
 
 
 def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
@@ -172,10 +195,16 @@ def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
     if up.weight.shape[:2] != (S, F) or down.weight.shape[0] != S:
         shapes = [p.weight.shape for p in (gate, up, down)]
         raise ShapeError(f"expert matrices {shapes} are not of one size.")
+    in_blocks = {bool(matrix.block) for matrix in found}
+    if len(in_blocks) > 1:
+        raise UnsupportedError(
+            f"expert kernels read blocks beside blocks alone, not {gate.spec}, {up.spec} and "
+            f"{down.spec}; take the reference (MOEFLUX_KERNELS=expert_mix=reference)."
+        )
     alike = (p.weight.dtype if p.scales is None else p.scales.dtype for p in (gate, up))
-    if found[0] != found[1] or len(set(alike)) > 1:
+    if (found[0] != found[1] or len(set(alike)) > 1) and in_blocks == {False}:
         raise UnsupportedError(
             f"expert kernels need gate and up stored alike, not {gate.spec} and {up.spec}; take "
             "the reference (MOEFLUX_KERNELS=expert_mix=reference)."
         )
-    return ExpertLayout(C, F, found[0], found[2])
+    return ExpertLayout(C, F, *found)

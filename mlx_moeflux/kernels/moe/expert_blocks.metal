@@ -1,155 +1,195 @@
-// Products with experts in ggml's blocks, or in affine numbers, a row of bytes each. A lane takes eight
-// neighbours, from `at` on, a multiple of 8: all blocks and groups are multiples of it.
+// Experts in ggml's blocks for a few tokens, pair by pair, out of a bank by slot number.
+#include "blocks.metal"
+#include "expert_pairs.metal"
 
-inline float half_at(const device uchar* bytes) {
-  return float(as_type<half>(ushort(uint(bytes[0]) | uint(bytes[1]) << 8)));
-}
-
-// The BITS bits of a byte from `shift` on.
-template <int BITS>
-inline uint bits_of(uchar byte, uint shift) {
-  return uint(byte) >> shift & ((1u << BITS) - 1);
-}
-
-inline void q2_k(thread float* to, const device uchar* block, uint at) {
-  const device uchar* low = block + 16 + at / 128 * 32 + at % 32;
-  const uchar pair = block[at / 16];
-  const float scale = half_at(block + 80) * float(bits_of<4>(pair, 0));
-  const float least = half_at(block + 82) * float(bits_of<4>(pair, 4));
-  for (int j = 0; j < 8; ++j) {
-    to[j] = metal::fma(scale, float(bits_of<2>(low[j], at % 128 / 32 * 2)), -least);
-  }
-}
-
-inline void q3_k(thread float* to, const device uchar* block, uint at) {
-  const device uchar* third = block + at % 32;
-  const device uchar* low = block + 32 + at / 128 * 32 + at % 32;
-  const uint group = at / 16;
-  const uint bits = bits_of<4>(block[96 + group % 8], group / 8 * 4)
-      | bits_of<2>(block[104 + group % 4], group / 4 * 2) << 4;
-  const float scale = half_at(block + 108) * (float(bits) - 32.0f);
-  for (int j = 0; j < 8; ++j) {
-    const uint q = bits_of<2>(low[j], at % 128 / 32 * 2) | bits_of<1>(third[j], at / 32) << 2;
-    to[j] = scale * (float(q) - 4.0f);
-  }
-}
-
-inline void q6_k(thread float* to, const device uchar* block, uint at) {
-  const device uchar* low = block + at / 128 * 64 + at % 64;
-  const device uchar* high = block + 128 + at / 128 * 32 + at % 32;
-  // A signed byte.
-  const float signed_scale = float((uint(block[192 + at / 16]) ^ 128u)) - 128.0f;
-  const float scale = half_at(block + 208) * signed_scale;
-  for (int j = 0; j < 8; ++j) {
-    const uint q = bits_of<4>(low[j], at % 128 / 64 * 4) | bits_of<2>(high[j], at % 128 / 32 * 2) << 4;
-    to[j] = scale * (float(q) - 32.0f);
-  }
-}
-
-// The table of IQ4_NL and IQ4_XS, plus 128, four numbers a word.
-inline float of_table(uint q) {
-  const uint lower = q & 4 ? 0x766a5d4fu : 0x3f2d1801u;
-  const uint upper = q & 4 ? 0xf1d9c5b5u : 0xa6998d81u;
-  return float((q & 8 ? upper : lower) >> q % 4 * 8 & 255u) - 128.0f;
-}
-
-inline void iq4_nl(thread float* to, const device uchar* block, uint at) {
-  const float scale = half_at(block);
-  for (int j = 0; j < 8; ++j) {
-    to[j] = scale * of_table(bits_of<4>(block[2 + at % 16 + j], at / 16 * 4));
-  }
-}
-
-inline void iq4_xs(thread float* to, const device uchar* block, uint at) {
-  const device uchar* low = block + 8 + at / 32 * 16 + at % 16;
-  const uint group = at / 32;
-  const uint bits = bits_of<4>(block[4 + group / 2], group % 2 * 4)
-      | bits_of<2>(block[2 + group / 4], group % 4 * 2) << 4;
-  const float scale = half_at(block) * (float(bits) - 32.0f);
-  for (int j = 0; j < 8; ++j) {
-    to[j] = scale * of_table(bits_of<4>(low[j], at % 32 / 16 * 4));
-  }
-}
-
-// Eight numbers of BITS bits, the lowest first, whose BITS bytes begin at `bytes`.
-template <int BITS>
-inline void affine(thread float* to, const device uchar* bytes, float scale, float bias) {
-  for (int j = 0; j < 8; ++j) {
-    const int first = j * BITS / 8, shift = j * BITS % 8;
-    uint bits = uint(bytes[first]);
-    if (shift + BITS > 8) {
-      bits |= uint(bytes[first + 1]) << 8;
+// A lane's eights of ROWS rows, STRIDE bytes from each other. They are of one block, and their offsets
+// are bits that `at` has not, so that compilers see which of them read the same bytes.
+template <int ROWS, int STRIDE, typename L, typename E>
+inline void fetch_eights(thread E* to, const device uchar* w, uint at) {
+  const int ELEMENTS = E::ELEMENTS, BYTES = E::BYTES;
+  #pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    #pragma unroll
+    for (int i = 0; i < L::COUNT; ++i) {
+      to[r * L::COUNT + i].fetch(
+          w + r * STRIDE + at / ELEMENTS * BYTES, at % ELEMENTS | L::offset(i));
     }
-    to[j] = metal::fma(scale, float(bits >> shift & ((1u << BITS) - 1)), bias);
   }
 }
 
-// KIND: a place in KINDS of expert_blocks.py, ELEMENTS and BYTES those of its blocks, BITS 0; or 0,
-// affine numbers of BITS bits with a scale and a bias for each group of ELEMENTS, and BYTES of them.
-template <int KIND, int ELEMENTS, int BYTES, int BITS, int IN, typename S>
-inline void eight(
-    thread float* to,
-    const device uchar* w,
-    const device S* scales,
-    const device S* biases,
-    ulong row,
+// acc[r] += this lane's part of row r times x, which take_eights took with the same EXACT; `sums` are
+// those of its eights of x. Numbers are read as add_rows of quantised.metal reads them.
+template <int ROWS, typename L, bool EXACT, typename E>
+inline void add_eights(
+    thread float* acc,
+    const thread E* rows,
+    const thread float* x,
+    const thread float* sums,
     uint at) {
-  const ulong index = row * (IN / ELEMENTS) + at / ELEMENTS;
-  const device uchar* block = w + index * BYTES;
-  const uint within = at % ELEMENTS;
-  if (KIND == 0) {
-    affine<BITS>(to, block + within / 8 * BITS, float(scales[index]), float(biases[index]));
-  } else if (KIND == 1) {
-    q2_k(to, block, within);
-  } else if (KIND == 2) {
-    q3_k(to, block, within);
-  } else if (KIND == 3) {
-    q6_k(to, block, within);
-  } else if (KIND == 4) {
-    iq4_nl(to, block, within);
-  } else {
-    iq4_xs(to, block, within);
+  const int ELEMENTS = E::ELEMENTS, ZERO = E::ZERO;
+  const bool ADDS = E::ADDS;
+  float zero = ZERO, unit = 1.0f;
+#ifdef MOEFLUX_CUDA
+  const bool TINY = reads_tiny<8, EXACT>();
+  if (TINY) {
+    zero = 0.0f;
+    unit = 562949953421312.0f;
+  }
+#endif
+  #pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    #pragma unroll
+    for (int i = 0; i < L::COUNT; ++i) {
+      const thread E& own = rows[r * L::COUNT + i];
+      const uint from = at % ELEMENTS | L::offset(i);
+      float dot = 0.0f;
+      #pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float q = number<8>(own.word(j / 4, from), j % 4, zero);
+#ifdef MOEFLUX_CUDA
+        q = TINY ? bare_number<8>(own.word(j / 4, from), j % 4) : q;
+#endif
+        dot = metal::fma(q, x[8 * i + j], dot);
+      }
+      const float scale = own.scale(from);
+      acc[r] = metal::fma(scale * unit, dot, acc[r]);
+      if (ADDS || zero != ZERO) {
+        const float added = ADDS ? own.added(from) : -ZERO * scale;
+        acc[r] = metal::fma(added, sums[i], acc[r]);
+      }
+    }
   }
 }
 
-// y = w[slot] x, ROWS rows from `row` on; 0 of an absent expert, whose slot is num_slots or more.
-template <int ROWS, int IN, int OUT, int KIND, int ELEMENTS, int BYTES, int BITS, typename T,
-          typename W, typename S>
-inline void block_rows(
+// A lane's eights of x, and the sum of each.
+template <typename L, bool EXACT, typename T>
+inline void take_eights(thread float* to, thread float* sums, const device T* x) {
+  #pragma unroll
+  for (int i = 0; i < L::COUNT; ++i) {
+    sums[i] = load_x<8, EXACT, 8>(to + 8 * i, x + L::offset(i));
+  }
+}
+
+// h = activated(gate[slot] x, up[slot] x): ROWS rows from `row` on. An absent expert's, whose slot is
+// num_slots or more, stay as they are. L: Which eights of the rows of both a lane takes at a time.
+template <int ROWS, int IN, int OUT, typename G, typename U, typename L, bool EXACT, uint ALPHA,
+          uint LIMIT, typename T>
+inline void block_inner(
     const device T* x,
-    const device W* w,
-    const device S* scales,
-    const device S* biases,
-    device float* y,
+    const device uchar* gate,
+    const device uchar* up,
+    device float* h,
     uint num_slots,
     uint slot,
     uint row,
     uint lane) {
-  float sums[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    sums[r] = 0.0f;
+  const int COUNT = L::COUNT, UNITS = IN / (8 * COUNT);
+  const int GATE_ROW = IN / G::ELEMENTS * G::BYTES;
+  const int UP_ROW = IN / U::ELEMENTS * U::BYTES;
+  if (slot >= num_slots) {
+    return;
   }
+  gate += (ulong(slot) * OUT + row) * GATE_ROW;
+  up += (ulong(slot) * OUT + row) * UP_ROW;
+  float sums_gate[ROWS], sums_up[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    sums_gate[r] = sums_up[r] = 0.0f;
+  }
+  #pragma unroll 4
+  for (int step = 0; step < (UNITS + 31) / 32; ++step) {
+    const uint unit = step * 32 + lane;
+    if (UNITS % 32 == 0 || unit < UNITS) {
+      const uint at = L::first(unit);
+      G gates[ROWS * COUNT];
+      U ups[ROWS * COUNT];
+      fetch_eights<ROWS, GATE_ROW, L>(gates, gate, at);
+      fetch_eights<ROWS, UP_ROW, L>(ups, up, at);
+      float part[8 * COUNT], sums[COUNT];
+      take_eights<L, EXACT>(part, sums, x + at);
+      add_eights<ROWS, L, EXACT>(sums_gate, gates, part, sums, at);
+      add_eights<ROWS, L, EXACT>(sums_up, ups, part, sums, at);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    const float first = simd_sum(sums_gate[r]), second = simd_sum(sums_up[r]);
+    if (lane == 0) {
+      h[row + r] = activated<ALPHA, LIMIT>(first, second);
+    }
+  }
+}
+
+// Lanes that share a row of so many units: a power of two.
+template <int UNITS>
+inline constexpr int lanes_of() {
+  return UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : 4;
+}
+
+// products[r] = weight down[slot] h: ROWS rows, a multiple of 8, from `row` on.
+template <int ROWS, int IN, int OUT, bool EXACT, typename E>
+inline void block_products(
+    const device float* h,
+    const device uchar* down,
+    threadgroup float* products,
+    float weight,
+    uint slot,
+    uint row,
+    uint lane) {
+  using L = typename E::lanes;
+  const int COUNT = L::COUNT, UNITS = IN / (8 * COUNT), LANES = lanes_of<UNITS>();
+  const int AT_ONCE = 32 / LANES, OWN = ROWS / AT_ONCE;
+  const int BYTES = IN / E::ELEMENTS * E::BYTES;
+  const uint first = lane / LANES;
+  down += (ulong(slot) * OUT + row + first) * BYTES;
+  float acc[OWN];
+  for (int r = 0; r < OWN; ++r) {
+    acc[r] = 0.0f;
+  }
+  #pragma unroll 2
+  for (int step = 0; step < (UNITS + LANES - 1) / LANES; ++step) {
+    const uint unit = step * LANES + lane % LANES;
+    if (UNITS % LANES == 0 || unit < UNITS) {
+      const uint at = L::first(unit);
+      E rows[OWN * COUNT];
+      fetch_eights<OWN, AT_ONCE * BYTES, L>(rows, down, at);
+      float part[8 * COUNT], sums[COUNT];
+      take_eights<L, EXACT>(part, sums, h + at);
+      add_eights<OWN, L, EXACT>(acc, rows, part, sums, at);
+    }
+  }
+  for (int r = 0; r < OWN; ++r) {
+    for (int mask = 1; mask < LANES; mask *= 2) {
+      acc[r] += simd_shuffle_xor(acc[r], ushort(mask));
+    }
+    if (lane % LANES == 0) {
+      products[first + r * AT_ONCE] = weight * acc[r];
+    }
+  }
+}
+
+// As expert_outer.
+template <int ROWS, int K, int IN, int OUT, bool EXACT, bool CONTINUES, typename E>
+inline void block_outer(
+    const device float* h,
+    const device uint* slots,
+    const device float* weights,
+    const device uchar* down,
+    const device float* initial,
+    device float* y,
+    threadgroup float* products,
+    uint num_slots,
+    uint token,
+    uint row,
+    uint k,
+    uint lane) {
+  const uint pair = token * K + k, slot = slots[pair];
   if (slot < num_slots) {
-    for (uint at = lane * 8; at < IN; at += 256) {
-      float part[8];
-      for (int j = 0; j < 8; ++j) {
-        part[j] = float(x[at + j]);
-      }
-      for (int r = 0; r < ROWS; ++r) {
-        float values[8];
-        const ulong own = ulong(slot) * OUT + metal::min(row + r, uint(OUT - 1));
-        eight<KIND, ELEMENTS, BYTES, BITS, IN>(
-            values, (const device uchar*)w, scales, biases, own, at);
-        for (int j = 0; j < 8; ++j) {
-          sums[r] = metal::fma(values[j], part[j], sums[r]);
-        }
-      }
-    }
+    block_products<ROWS, IN, OUT, EXACT, E>(
+        h + ulong(pair) * IN, down, products + k * ROWS, weights[pair], slot, row, lane);
   }
-  for (int r = 0; r < ROWS; ++r) {
-    const float total = simd_sum(sums[r]);
-    if (lane == 0 && row + r < OUT) {
-      y[row + r] = total;
-    }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (k == 0 && lane < ROWS) {
+    const ulong at = ulong(token) * OUT + row + lane;
+    y[at] = sum_of_experts<ROWS, K>(
+        products, slots + token * K, CONTINUES ? initial[at] : -0.0f, num_slots, lane);
   }
 }

@@ -186,12 +186,6 @@ class ExpertBank:
         return self.gate.weight.shape[0]
 
     @functools.cached_property
-    def in_blocks(self) -> bool:
-        """Whether a matrix is in ggml's blocks."""
-        specs = (part.spec for part in (self.gate, self.up, self.down))
-        return any(spec is not None and spec.block is not None for spec in specs)
-
-    @functools.cached_property
     def layout(self) -> ExpertLayout:
         """Its storage, biases and activation; see
         :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`.
@@ -208,6 +202,10 @@ class ExpertBank:
             raise UnsupportedError(
                 "kernels compute experts with all biases or none, those of gate and up of one "
                 "type, and with silu(gate) up or its clamped form; take the reference."
+            )
+        if found.in_blocks and any(biased):
+            raise UnsupportedError(
+                "kernels compute experts in blocks without biases; take the reference."
             )
         clamp = (self.activation.alpha, self.activation.limit) if clamped else None
         return replace(found, biased=biased[0], clamp=clamp)

@@ -25,7 +25,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
-from mlx_moeflux.kernels.moe import expert_blocks, expert_pairs, expert_rows, expert_tiles
+from mlx_moeflux.kernels.moe import expert_pairs, expert_rows, expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import (
     ExpertBank,
     ProjectionBank,
@@ -55,16 +55,13 @@ def expert_mix(
 
 
 def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
-    """The module's formula for many tokens, in five launches: pairs are grouped by expert. Banks in
-    blocks go to :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
+    """The module's formula for many tokens, in five launches: pairs are grouped by expert.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
     checked(x, slots, weights, bank, initial)
-    if bank.in_blocks:
-        return expert_blocks.mix(x, slots, weights, bank, initial)
     return expert_tiles.grouped(x, slots, weights, bank, initial)
 
 
@@ -96,16 +93,13 @@ def _example(s: Sizes, n: int, x: Normal) -> Arguments:
 
 
 def _in_blocks(mode: str) -> Builder:
-    """An example of experts whose gate and down are in ggml's blocks, and up affine, at least as
-    wide as a block."""
+    """An example of experts in ggml's blocks, at least as wide as one."""
 
     def example(s: Sizes, n: int, x: Normal) -> Arguments:
         side = max(s.C, BLOCK_MODES[mode].elements)
-        weight = examples.in_blocks(mode, 2, s.E, side, side)
-        spec = QuantSpec.of_mode(mode)
-        gate, down = (ProjectionBank(part, None, None, spec) for part in weight)
-        up = ProjectionBank(*examples.quantised(s, x, s.E, side, side), s.spec)
-        call = (x(n, side), *_routed(s, n), ExpertBank(gate, up, down))
+        weights, spec = examples.in_blocks(mode, 3, s.E, side, side), QuantSpec.of_mode(mode)
+        bank = ExpertBank(*(ProjectionBank(weight, None, None, spec) for weight in weights))
+        call = (x(n, side), *_routed(s, n), bank)
         return call, {"initial": x(n, side, dtype=mx.float32)}
 
     return example
@@ -129,7 +123,7 @@ EXPERT_MIX = Operation(
         ),
         "grouped": Implementation(
             expert_mix_grouped,
-            kernels=(*expert_tiles.KERNELS, *expert_blocks.KERNELS),
+            kernels=expert_tiles.KERNELS,
             takes=readable,
             pair_bytes=pair_bytes,
         ),
@@ -147,6 +141,6 @@ EXPERT_MIX = Operation(
     equal_rows=False,
     example=_example,
     example_tokens=examples.N,
-    forms={mode: _in_blocks(mode) for mode in expert_blocks.KINDS if mode in BLOCK_MODES},
+    forms={mode: _in_blocks(mode) for mode in BLOCK_MODES},
     workloads={"": call_of_size},
 )

@@ -7,13 +7,12 @@ activation; down and the weighted sum.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import matvec
-from mlx_moeflux.kernels.linear.launch import launch_of
+from mlx_moeflux.kernels.linear.launch import Launch, launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
 from mlx_moeflux.kernels.moe import expert_blocks
 from mlx_moeflux.kernels.moe.expert_ffn import (
@@ -24,23 +23,17 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
 )
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
-# A kernel and how it is launched.
-Launch = tuple[MetalKernel, dict[str, Any]]
-
 MOST_EXPERTS_A_TOKEN = 16
 
 
 def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
-    """The module's formula for few tokens, in two launches: each pair reads its expert. Banks in
-    blocks go to :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
+    """The module's formula for few tokens, in two launches: each pair reads its expert. The kernels
+    of banks in blocks are those of :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
-    if bank.in_blocks:
-        checked(x, slots, weights, bank, initial)
-        return expert_blocks.mix(x, slots, weights, bank, initial)
     inner, outer = _pair_launches(x, slots, weights, bank, initial)
     gate, up, down = bank.arrays
     of_inner, of_down = bank.bias_arrays
@@ -52,7 +45,7 @@ def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
 def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
     """Return True if kernels can read this bank and take so many experts a token."""
     try:
-        width_of(bank)
+        _ = bank.layout
     except UnsupportedError:
         return False
     return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
@@ -60,25 +53,12 @@ def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) ->
 
 def readable_in_pairs(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
     """Return the same for implementations that take a simdgroup for each of a token's experts."""
-    room = bank.in_blocks or 32 * weights.shape[1] <= most_threads()
-    return room and readable(x, slots, weights, bank)
+    return 32 * weights.shape[1] <= most_threads() and readable(x, slots, weights, bank)
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
     """Bytes of scratch that kernels need for each pair of a long call."""
-    if bank.in_blocks:
-        return expert_blocks.pair_bytes(bank)
     return (bank.layout.C + bank.layout.F) * dtype.size + 16
-
-
-def width_of(bank: ExpertBank) -> int:
-    """Return C of a bank, whose layout is found once.
-
-    Raises:
-        ShapeError: Its arrays do not fit together.
-        UnsupportedError: The kernels cannot read it.
-    """
-    return expert_blocks.forms_of(bank).C if bank.in_blocks else bank.layout.C
 
 
 def checked(x, slots, weights, bank, initial) -> None:
@@ -88,7 +68,7 @@ def checked(x, slots, weights, bank, initial) -> None:
         ShapeError: They do not.
         UnsupportedError: The kernels cannot read the bank.
     """
-    C, (N, K) = width_of(bank), slots.shape
+    C, (N, K) = bank.layout.C, slots.shape
     if x.shape != (N, C) or x.dtype not in FLOATS:
         raise ShapeError(
             f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {C}] for {N} rows of slots "
@@ -223,8 +203,6 @@ def _outer_launch(
         rows, template["TOGETHER"] = matvec.rows_at_once(matrix, C, dtype, C, groups)
         template["V"] = matvec.words_at_once(matrix, F)
         template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
-    if 32 * groups > threads:
-        raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {K} experts.")
     template["ROWS"] = rows
     return kernel, launch_of(template, (C // rows, N), 32 * groups, [(N, C)], mx.float32)
 
@@ -261,8 +239,20 @@ def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
     if found is None:
         checked(x, slots, weights, bank, initial)
         N, K = slots.shape
-        found = bank.launches[key] = (
-            _inner_launch(bank.layout, N, K, x.dtype, threads),
-            _outer_launch(bank.layout, N, K, x.dtype, initial is not None, threads),
-        )
+        if threads < 32 * K:
+            raise UnsupportedError(
+                f"a threadgroup of {threads} threads has no room for {K} experts."
+            )
+        layout, continues = bank.layout, initial is not None
+        if layout.in_blocks:
+            found = (
+                expert_blocks.inner_launch(layout, N, K, x.dtype),
+                expert_blocks.outer_launch(layout, N, K, x.dtype, continues),
+            )
+        else:
+            found = (
+                _inner_launch(layout, N, K, x.dtype, threads),
+                _outer_launch(layout, N, K, x.dtype, continues, threads),
+            )
+        bank.launches[key] = found
     return found

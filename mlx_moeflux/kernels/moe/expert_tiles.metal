@@ -1,5 +1,6 @@
 // Many tokens: pairs are listed by slot, and each slot's pairs are multiplied in tiles.
 // A pair is token * K + rank. No slot has the number slots[pair]: no expert, it is in no list.
+#include "blocks.metal"
 
 // order[offsets[s]] ...: the pairs of slot s, ascending. One threadgroup for each slot, and one
 // more for the end of the last list. Every one looks at all pairs: no order of arrival, no atomics.
@@ -93,40 +94,6 @@ inline void list_tiles(
   }
 }
 
-// N neighbours of a row of a matrix as they are stored, with their scale and bias.
-template <int WORDS, int EACH, typename W, typename S>
-struct share {
-  pack<W, EACH> at[WORDS / EACH];
-  S scale, bias;
-};
-
-template <int IN, int BITS, int GROUP, int WORDS, int EACH, typename W, typename S>
-inline void fetch(
-    thread share<WORDS, EACH, W, S>& next,
-    const device W* w,
-    const device S* scales,
-    const device S* biases,
-    ulong row,
-    int col) {
-  const int per = per_word<BITS>();
-  next.scale = next.bias = S(0.0f);
-  for (int i = 0; i < WORDS / EACH; ++i) {
-    // Rows of floats may end inside of a share.
-    const int at = col + (BITS == 0 && IN % WORDS != 0 ? i * EACH : 0);
-    if (at < IN) {
-      next.at[i] = load_pack<EACH>(w + row * (IN / per) + col / per + i * EACH);
-    } else {
-      for (int j = 0; j < EACH; ++j) {
-        next.at[i].at[j] = W(0);
-      }
-    }
-  }
-  if (BITS != 0 && col < IN) {
-    next.scale = scales[row * (IN / GROUP) + col / GROUP];
-    next.bias = biases[row * (IN / GROUP) + col / GROUP];
-  }
-}
-
 // A word's values as T; as tight as this is called, CUDA does better where scales are T.
 template <int BITS, typename T, typename W, typename S>
 inline void spread(thread T* to, W word, S scale, S bias) {
@@ -150,48 +117,126 @@ inline void spread(thread T* to, W word, S scale, S bias) {
   }
 }
 
-// What was fetched, as T.
-template <int BITS, int WORDS, int EACH, typename T, typename W, typename S>
-inline void place(threadgroup T* to, const thread share<WORDS, EACH, W, S>& from) {
-  const int per = per_word<BITS>(), M = 16 / sizeof(T), STEP = per > M ? per : M;
-  #pragma unroll
-  for (int i = 0; i < WORDS * per; i += STEP) {
-    pack<T, STEP> values;
-    #pragma unroll
-    for (int j = 0; j < STEP; j += per) {
-      const int word = (i + j) / per;
-      spread<BITS>(
-          values.at + j, from.at[word / EACH].at[word % EACH], from.scale, from.bias);
-    }
-    #pragma unroll
-    for (int j = 0; j < STEP; j += M) {
-      pack<T, M> part;
-      #pragma unroll
-      for (int c = 0; c < M; ++c) {
-        part.at[c] = values.at[j + c];
+// A thread's share of a step: neighbours of a row of a matrix. fetch() reads them as they are stored,
+// from column `col` of `row` on, and place() writes them as T, those past the end of a row as zeros.
+//
+// Of floats or affine numbers: WORDS, EACH at a time, with their scale and bias.
+template <int IN, int BITS, int GROUP, int WORDS, int EACH, typename W, typename S>
+struct affine_share {
+  const device W* w;
+  const device S* scales;
+  const device S* biases;
+  pack<W, EACH> at[WORDS / EACH];
+  S scale, bias;
+  inline void fetch(ulong row, int col) {
+    const int per = per_word<BITS>();
+    scale = bias = S(0.0f);
+    for (int i = 0; i < WORDS / EACH; ++i) {
+      // Rows of floats may end inside of a share.
+      const int from = col + (BITS == 0 && IN % WORDS != 0 ? i * EACH : 0);
+      if (from < IN) {
+        at[i] = load_pack<EACH>(w + row * (IN / per) + col / per + i * EACH);
+      } else {
+        for (int j = 0; j < EACH; ++j) {
+          at[i].at[j] = W(0);
+        }
       }
-      store_pack(to + i + j, part);
+    }
+    if (BITS != 0 && col < IN) {
+      scale = scales[row * (IN / GROUP) + col / GROUP];
+      bias = biases[row * (IN / GROUP) + col / GROUP];
     }
   }
+  template <typename T>
+  inline void place(threadgroup T* to, int col) const {
+    const int per = per_word<BITS>(), M = 16 / sizeof(T), STEP = per > M ? per : M;
+    #pragma unroll
+    for (int i = 0; i < WORDS * per; i += STEP) {
+      pack<T, STEP> values;
+      #pragma unroll
+      for (int j = 0; j < STEP; j += per) {
+        const int word = (i + j) / per;
+        spread<BITS>(values.at + j, at[word / EACH].at[word % EACH], scale, bias);
+      }
+      #pragma unroll
+      for (int j = 0; j < STEP; j += M) {
+        pack<T, M> part;
+        #pragma unroll
+        for (int c = 0; c < M; ++c) {
+          part.at[c] = values.at[j + c];
+        }
+        store_pack(to + i + j, part);
+      }
+    }
+  }
+};
+template <int IN, int BITS, int GROUP, int WORDS, int EACH, typename W, typename S>
+inline affine_share<IN, BITS, GROUP, WORDS, EACH, W, S> share_of(
+    const device W* w, const device S* scales, const device S* biases) {
+  affine_share<IN, BITS, GROUP, WORDS, EACH, W, S> share;
+  share.w = w;
+  share.scales = scales;
+  share.biases = biases;
+  return share;
 }
+
+// Of blocks: N numbers; `col` is a multiple of N.
+template <int IN, int N, typename E>
+struct block_share {
+  const device uchar* w;
+  E eights[N / 8];
+  inline void fetch(ulong row, int col) {
+    const int ELEMENTS = E::ELEMENTS, BYTES = E::BYTES;
+    const device uchar* from = w + row * (IN / ELEMENTS * BYTES);
+    #pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const uint at = uint(col) | 8 * i;
+      if (at < IN) {
+        eights[i].fetch(from + at / ELEMENTS * BYTES, at % ELEMENTS);
+      }
+    }
+  }
+  template <typename T>
+  inline void place(threadgroup T* to, int col) const {
+    const int ZERO = E::ZERO, M = 16 / sizeof(T);
+    #pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const uint at = (uint(col) | 8 * i) % E::ELEMENTS;
+      const bool there = col + 8 * i < IN;
+      const float scale = there ? eights[i].scale(at) : 0.0f;
+      const float added = there && E::ADDS ? eights[i].added(at) : 0.0f;
+      #pragma unroll
+      for (int j = 0; j < 8; j += M) {
+        pack<T, M> part;
+        #pragma unroll
+        for (int c = 0; c < M; c += 2) {
+          float values[2];
+          for (int e = 0; e < 2; ++e) {
+            const int own = j + c + e;
+            const float q = there ? number<8>(eights[i].word(own / 4, at), own % 4, ZERO) : 0.0f;
+            values[e] = E::ADDS ? metal::fma(scale, q, added) : scale * q;
+          }
+          narrow(part.at + c, values[0], values[1]);
+        }
+        store_pack(to + 8 * i + j, part);
+      }
+    }
+  }
+};
 
 // One tile: BM pairs of a slot, BN columns of the result.
 //   GATED: h[position] = activated(w0 x[pair / K], w1 x[pair / K]);  else out[pair] = w0 x[position]
-// With BIASED the slot's bias is added to each product. The sum over IN runs in the same order whatever the tile's size, its place and its other rows.
-template <int BM, int BN, int BK, int WM, int WN, int K, bool GATED, int IN, int OUT, int BITS,
-          int GROUP, int WORDS, int EACH, bool BIASED, uint ALPHA, uint LIMIT, typename T, typename W,
-          typename S, typename A>
+// w0 and w1 are this thread's shares of each. With BIASED the slot's bias is added to each product. The
+// sum over IN runs in the same order whatever the tile's size, its place and its other rows.
+template <int BM, int BN, int BK, int WM, int WN, int K, bool GATED, int IN, int OUT, bool BIASED,
+          uint ALPHA, uint LIMIT, typename T, typename W0, typename W1, typename A>
 inline void expert_tile(
     const device T* x,
     const device uint* order,
     const device uint* offsets,
     const device uint* tiles,
-    const device W* w0,
-    const device S* scales0,
-    const device S* biases0,
-    const device W* w1,
-    const device S* scales1,
-    const device S* biases1,
+    thread W0& w0,
+    thread W1& w1,
     const device A* bias0,
     const device A* bias1,
     device T* out,
@@ -226,7 +271,6 @@ inline void expert_tile(
   }
   const ulong w_row = ulong(slot) * OUT + metal::min(left + b_row, OUT - 1);
   pack<T, M> next_a[PASSES];
-  share<WORDS, EACH, W, S> next_b[B];
 
   tile_c acc[B][TM][TN];
   #pragma unroll
@@ -246,9 +290,9 @@ inline void expert_tile(
       for (int i = 0; i < PASSES; ++i) {
         store_pack(a + (a_row + i * STEP) * LD + a_col, next_a[i]);
       }
-      #pragma unroll
-      for (int m = 0; m < B; ++m) {
-        place<BITS>(b + (m * BN + b_row) * LD + b_col, next_b[m]);
+      w0.place(b + b_row * LD + b_col, k + b_col);
+      if (GATED) {
+        w1.place(b + (BN + b_row) * LD + b_col, k + b_col);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
@@ -259,9 +303,9 @@ inline void expert_tile(
         // Past the end weights are zero; values of x must only be numbers.
         next_a[i] = load_pack<M>(from[i] + metal::min(ca, IN - M));
       }
-      fetch<IN, BITS, GROUP>(next_b[0], w0, scales0, biases0, w_row, cb);
+      w0.fetch(w_row, cb);
       if (GATED) {
-        fetch<IN, BITS, GROUP>(next_b[B - 1], w1, scales1, biases1, w_row, cb);
+        w1.fetch(w_row, cb);
       }
     }
     if (k >= 0) {

@@ -44,12 +44,21 @@ class Tile:
         return (self.BM + matrices * self.BN) * (self.bytes + 16) + 4 * self.BM
 
     def fits(self, matrices: int, matrix: Matrix, dtype: mx.Dtype) -> bool:
-        """Return True if it fits in memory and a thread's weights belong to one group."""
-        values = self.BN * self.bytes // dtype.size // self.threads
-        even = matrix.bits == 0 or values <= matrix.group
+        """Return True if it fits in memory, its sums leave registers for blocks, which take many,
+        and a thread's affine weights belong to one group."""
+        if matrix.block:
+            even = matrices * self.BM * self.BN <= MOST_SUMS * self.threads
+        else:
+            even = matrix.bits == 0 or self.share(dtype) <= matrix.group
         return even and self.memory(matrices) <= most_bytes()
 
+    def share(self, dtype: mx.Dtype) -> int:
+        """Weights of a row that a thread takes at a time."""
+        return self.BN * self.bytes // dtype.size // self.threads
 
+
+# Sums of a thread that holds blocks: with twice as many CUDA spills registers.
+MOST_SUMS = 64
 SMALL, MIDDLE, LARGE = Tile(16, 64, 128, 1, 4), Tile(32, 64, 128, 1, 4), Tile(64, 64, 128, 2, 2)
 # By the mean number of pairs an expert up to which they suit: tiles of gate and up, and of down, of
 # the same number of pairs; of each the first that fits. All give the same bits.
@@ -58,7 +67,7 @@ TILES = {
     24: ((MIDDLE,), (MIDDLE,)),
     128: ((LARGE,), (Tile(64, 128, 128, 1, 4), LARGE)),
     float("inf"): (
-        (Tile(128, 64, 128, 2, 2),),
+        (Tile(128, 64, 128, 2, 2), Tile(128, 64, 128, 4, 2)),
         (Tile(128, 128, 128, 2, 2), Tile(128, 64, 128, 4, 2)),
     ),
 }
@@ -94,49 +103,66 @@ _TILE = """
     threadgroup pack<T, 16 / sizeof(T)> a[BM * (BK * sizeof(T) / 16 + 1)];
     threadgroup pack<T, 16 / sizeof(T)> b[{matrices} * BN * (BK * sizeof(T) / 16 + 1)];
     threadgroup uint pairs[BM];
-    expert_tile<BM, BN, BK, WM, WN, K, {gated}, IN, OUT, BITS, GROUP, WORDS, EACH, {biased},
-                {activation}>(
+    {shares}
+    expert_tile<BM, BN, BK, WM, WN, K, {gated}, IN, OUT, {biased}, {activation}>(
         x, order, offsets, tiles, {weights}, {biases}, out, (threadgroup T*)a, (threadgroup T*)b,
         pairs, threadgroup_position_in_grid, thread_index_in_threadgroup,
         simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
+_AFFINE = "auto {0} = share_of<IN, BITS, GROUP, WORDS, EACH>({1}, {2}, {3});"
+_BLOCKS = "block_share<IN, SHARE, {1}> {0}; {0}.w = {2};"
 
-_LISTED, _DOWN_INPUTS = ("x", "order", "offsets", "tiles"), ("down", "scales", "biases")
-# By whether each product has a bias.
-_GATED = {
-    biased: MetalKernel(
-        "expert_tiles_gated" + "_biased" * biased,
+
+def _kernel(
+    name: str, inputs: tuple[str, ...], shares: list[str], biases: tuple[str, ...] = ()
+) -> MetalKernel:
+    """The kernel of gate and up, whose activation is a part of its template, or of down. shares:
+    Declare w0, and w1 of up."""
+    gated = len(shares) == 2
+    return MetalKernel(
+        name,
         file="expert_tiles.metal",
-        inputs=(*_LISTED, *INNER_INPUTS, *INNER_BIASES * biased),
+        inputs=("x", "order", "offsets", "tiles", *inputs, *biases),
         outputs=("out",),
         body=_TILE.format(
-            matrices=2,
-            gated="true",
-            activation="ALPHA, LIMIT",
-            weights=", ".join(INNER_INPUTS),
-            biases=", ".join(INNER_BIASES) if biased else "x, x",
-            biased="true" if biased else "false",
+            matrices=len(shares),
+            shares="\n    ".join(shares),
+            gated="true" if gated else "false",
+            activation="ALPHA, LIMIT" if gated else "0, 0",
+            weights="w0, w1" if gated else "w0, w0",
+            # Gate's and up's, or twice that of down.
+            biases=", ".join(2 * biases[:1] if not gated else biases) if biases else "x, x",
+            biased="true" if biases else "false",
         ),
+    )
+
+
+_DOWN_INPUTS = ("down", "scales", "biases")
+# By whether each product has a bias.
+_GATED = {
+    biased: _kernel(
+        "expert_tiles_gated" + "_biased" * biased,
+        INNER_INPUTS,
+        [_AFFINE.format("w0", *INNER_INPUTS[:3]), _AFFINE.format("w1", *INNER_INPUTS[3:])],
+        INNER_BIASES * biased,
     )
     for biased in (False, True)
 }
 _DOWN = {
-    biased: MetalKernel(
+    biased: _kernel(
         "expert_tiles_down" + "_biased" * biased,
-        file="expert_tiles.metal",
-        inputs=(*_LISTED, *_DOWN_INPUTS, *("bias",) * biased),
-        outputs=("out",),
-        body=_TILE.format(
-            matrices=1,
-            gated="false",
-            activation="0, 0",
-            weights="down, scales, biases, down, scales, scales",
-            biases="bias, bias" if biased else "x, x",
-            biased="true" if biased else "false",
-        ),
+        _DOWN_INPUTS,
+        [_AFFINE.format("w0", *_DOWN_INPUTS)],
+        ("bias",) * biased,
     )
     for biased in (False, True)
 }
+_GATED_BLOCKS = _kernel(
+    "block_tiles_gated",
+    ("gate", "up"),
+    [_BLOCKS.format("w0", "G", "gate"), _BLOCKS.format("w1", "U", "up")],
+)
+_DOWN_BLOCKS = _kernel("block_tiles_down", ("down",), [_BLOCKS.format("w0", "E", "down")])
 
 COMBINE = MetalKernel(
     "expert_combine",
@@ -150,7 +176,10 @@ COMBINE = MetalKernel(
     """,
 )
 
-KERNELS = (_LISTS, _TABLE, COMBINE, *_GATED.values(), *_DOWN.values())
+KERNELS = (
+    *(_LISTS, _TABLE, COMBINE),
+    *(*_GATED.values(), *_DOWN.values(), _GATED_BLOCKS, _DOWN_BLOCKS),
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,11 +239,15 @@ def _tile_launch(
     dtype: mx.Dtype,
     **activation: int,
 ) -> dict[str, Any]:
-    BK = tile.bytes // dtype.size
-    words = tile.BN * BK // tile.threads * (matrix.bits or 32) // 32
+    BK, share = tile.bytes // dtype.size, tile.share(dtype)
     template = {"T": dtype, "BM": tile.BM, "BN": tile.BN, "BK": BK, "WM": tile.WM, "WN": tile.WN}
-    template |= {"K": K, "IN": IN, "OUT": OUT, "BITS": matrix.bits, "GROUP": matrix.group}
-    template |= {"WORDS": words, "EACH": min(words, 4), **activation}
+    template |= {"K": K, "IN": IN, "OUT": OUT, **activation}
+    if matrix.block:
+        template["SHARE"] = share
+    else:
+        words = share * (matrix.bits or 32) // 32
+        template |= {"BITS": matrix.bits, "GROUP": matrix.group}
+        template |= {"WORDS": words, "EACH": min(words, 4)}
     return launch_of(template, (-(-OUT // tile.BN), tiles), tile.threads, [(pairs, OUT)], dtype)
 
 
@@ -232,11 +265,15 @@ def grouped(x, slots, weights, bank, initial, *, tiles=None) -> mx.array:
     table = list_tiles(offsets, P, gated.BM)
     lists, entries = (order, offsets, table), table.shape[0]
     of_inner, of_down = bank.bias_arrays
+    first, second = _GATED[layout.biased], _DOWN[layout.biased]
     activation = activation_template(layout.clamp)
+    if layout.in_blocks:
+        first = _GATED_BLOCKS.using(G=layout.inner.block, U=layout.up.block)
+        second = _DOWN_BLOCKS.using(E=layout.down.block)
     launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype, **activation)
-    h = _GATED[layout.biased](x, *lists, *gate, *up, *of_inner, **launch)[0]
+    h = first(x, *lists, *gate, *up, *of_inner, **launch)[0]
     launch = _tile_launch(narrow, entries, P, K, F, C, layout.down, x.dtype)
-    out = _DOWN[layout.biased](h, *lists, *down, *of_down, **launch)[0]
+    out = second(h, *lists, *down, *of_down, **launch)[0]
     return combine(out, slots, weights, bank.slots, initial)
 
 

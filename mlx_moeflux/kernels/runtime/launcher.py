@@ -219,6 +219,7 @@ class MetalKernel:
         }
         self._packed, self._arranger = packed, packing.Arranger(self.inputs, self._shaped)
         self._arranged: dict[tuple[packing.Binding, ...], MetalKernel] = {}
+        self._typed: dict[tuple[tuple[str, str], ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher
         self._pads, self._most = False, 0
@@ -301,16 +302,29 @@ class MetalKernel:
             output_dtypes=output_dtypes,
         )
 
+    def using(self, **types: str) -> MetalKernel:
+        """Return the same kernel, not registered, where names in its body stand for types of its
+        file: the text holds no others."""
+        key = tuple(types.items())
+        if (kernel := self._typed.get(key)) is None:
+            opening = "".join(f"using {name} = {of};\n" for name, of in key)
+            kernel = self._typed[key] = self._opened(key, opening)
+        return kernel
+
     def _of(self, bindings: tuple[packing.Binding, ...]) -> MetalKernel:
-        """The same kernel for inputs that are passed in other arrays, not registered; MLX keeps one
-        text for each name."""
-        digest = hashlib.blake2b(repr(bindings).encode(), digest_size=3).hexdigest()
-        kernel = self._arranged[bindings] = copy.copy(self)
-        kernel.name = f"{self.name}_{digest}"
+        """The same kernel for inputs that are passed in other arrays, not registered."""
+        opening = packing.opening(self.inputs, bindings)
+        kernel = self._arranged[bindings] = self._opened(bindings, opening)
         kernel.inputs = tuple(packing.source_names(self.inputs, bindings))
-        kernel.body = packing.opening(self.inputs, bindings) + self.body
         kernel._shaped = {n: whole for n, whole in self._shaped.items() if n in kernel.inputs}
         kernel._arranger = packing.Arranger(kernel.inputs, kernel._shaped)
+        return kernel
+
+    def _opened(self, key: object, opening: str) -> MetalKernel:
+        """A copy with a longer body, of another name: MLX keeps one text for each."""
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=3).hexdigest()
+        kernel = copy.copy(self)
+        kernel.name, kernel.body = f"{self.name}_{digest}", opening + self.body
         kernel._bound, kernel._arranged, kernel._text_digest = MetalKernel, {}, ""
         return kernel
 

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from mlx_moeflux.kernels.runtime import source
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
-from tests.kernels.cases import all_cases, kernels
+from tests.kernels.cases import all_cases, kernels, texts
 from tests.kernels.harness import emulated
 from tests.kernels.metal.emulator import OWN
+from tests.kernels.metal.variant import plain_name
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 60  # for one case; one that is not found runs all cases of many kernels
@@ -64,7 +65,9 @@ class Mutation:
         """The text of any kernel of the file, changed if it holds the place."""
         if self.kernel is None:
             return header.replace(self.old, self.new, 1), body
-        return header, self.new if kernel.name == self.kernel else body
+        if plain_name(kernel.name) != self.kernel:
+            return header, body
+        return header, body.replace(self.old, self.new, 1)
 
 
 def kernels_of(file: str) -> list[MetalKernel]:
@@ -79,8 +82,11 @@ def mutations(file: str, users: Sequence[MetalKernel]) -> list[Mutation]:
     `users` use. What the emulator has in its own words (OWN) is left out."""
     made, used = [], {}
     for kernel in users:
-        header, body = kernel.metal_text()
-        used.update(dict.fromkeys(source.split(header)))
+        for header, _ in (
+            texts(kernel.name) if kernel.name in all_cases() else [kernel.metal_text()]
+        ):
+            used.update(dict.fromkeys(source.split(header)))
+        body = kernel.metal_text()[1]
         if kernel.file != file:
             continue
         made += [
@@ -182,8 +188,7 @@ def _around(text: str, match: re.Match[str]) -> str:
 def find(file: str, mutation: Mutation) -> str | None:
     """What finds a mutation: the words of the first case that fails, or None."""
     for kernel in kernels_of(file):
-        text = kernel.metal_text()
-        if mutation.apply(kernel, *text) == text:
+        if all(mutation.apply(kernel, *text) == text for text in texts(kernel.name)):
             continue
         for case in all_cases()[kernel.name]:
             print(flush=True)  # noqa: T201

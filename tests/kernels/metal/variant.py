@@ -28,9 +28,9 @@ class EmulatorError(AssertionError):
 
 
 def plain_name(name: str) -> str:
-    """Without the digest of a text for inputs that lie in one buffer, or of which one is given
-    twice while a model is loaded."""
-    return re.sub(r"_[0-9a-f]{6}$", "", name)
+    """Without the digests of a text for some types, and for inputs that lie in one buffer, or of
+    which one is given twice while a model is loaded."""
+    return re.sub(r"(_[0-9a-f]{6})+$", "", name)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Experts in blocks against float64 with the `gguf` package's values, and bit for bit against
-themselves cut otherwise."""
+"""Experts in blocks against loops in float64 with the `gguf` package's values, and bit for bit
+against themselves cut otherwise."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -13,194 +14,256 @@ import pytest
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.moe import expert_blocks
-from mlx_moeflux.kernels.moe.expert_blocks import form_of, gather_rows
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX, expert_mix
-from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs, pair_bytes
+from mlx_moeflux.kernels.moe import expert_tiles
+from mlx_moeflux.kernels.moe.expert_ffn import ClampedSwiGLU, ExpertBank, ProjectionBank, swiglu
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX
+from mlx_moeflux.kernels.moe.expert_pairs import pair_bytes
+from mlx_moeflux.kernels.runtime.launcher import KERNELS
+from tests.kernels.experts import BETWEEN, mix, random_array, random_route
 from tests.kernels.harness import Case, error, launched
 
 gguf = pytest.importorskip("gguf")
 
-from tests.kernels.linear.test_blocks import check, projection, rows_of  # noqa: E402
+from tests.kernels.linear.test_blocks import projection  # noqa: E402
 
-# mode or bits, slots, out, in, dtype of x, dtype of the scales of affine numbers
+PAIRS, GROUPED = (EXPERT_MIX.others[name] for name in ("pairs", "grouped"))
+
+# modes of gate, up and down, tokens, K, slots, C, F, dtype of x, a clamp
 SIZES = [
-    ("q2_k", 3, 37, 768, mx.float32),
-    ("q3_k", 2, 9, 512, mx.bfloat16),
-    ("q6_k", 3, 21, 512, mx.float16),
-    ("iq4_nl", 4, 11, 352, mx.float32),
-    ("iq4_xs", 2, 8, 768, mx.bfloat16),
-    (5, 3, 13, 320, mx.float32, mx.float32),
-    (3, 2, 7, 96, mx.bfloat16, mx.float16),
+    ("q4_k", "q4_k", "q6_k", 2, 3, 4, 512, 256, mx.bfloat16),
+    ("q4_0", "q4_0", "q4_0", 3, 2, 3, 96, 32, mx.float32),
+    ("q4_1", "q4_1", "q4_1", 2, 4, 5, 32, 160, mx.float16),
+    ("q5_0", "q5_0", "q5_0", 1, 1, 1, 64, 96, mx.float32),
+    ("q5_1", "q5_1", "q5_1", 2, 2, 3, 288, 64, mx.bfloat16),
+    ("q8_0", "q8_0", "q8_0", 2, 3, 4, 352, 288, mx.float32, True),
+    ("q2_k", "q2_k", "q2_k", 2, 2, 3, 256, 768, mx.float32),
+    ("q3_k", "q3_k", "q3_k", 1, 3, 4, 768, 256, mx.bfloat16),
+    ("q5_k", "q5_k", "q5_k", 2, 2, 3, 256, 512, mx.float16),
+    ("q6_k", "q6_k", "q6_k", 2, 2, 3, 1280, 256, mx.float32),
+    ("iq4_nl", "iq4_nl", "iq4_nl", 2, 2, 3, 160, 544, mx.float32),
+    ("iq4_xs", "iq4_xs", "iq4_xs", 2, 2, 3, 256, 256, mx.bfloat16),
+    # Gate and up of several modes.
+    ("q3_k", "q8_0", "iq4_nl", 2, 2, 3, 512, 96, mx.float32),
 ]
-IDS = ["-".join(map(str, sizes[:4])) for sizes in SIZES]
+MANY = [(*sizes[:3], 19, *sizes[4:]) for sizes in SIZES]
+FIRST, OTHERS = SIZES[:1], [pytest.param(s, marks=pytest.mark.slow) for s in SIZES[1:]]
+FIRST_OF_MANY, OTHERS_OF_MANY = (
+    MANY[:1],
+    [pytest.param(s, marks=pytest.mark.slow) for s in MANY[1:]],
+)
+
+
+def name_of(sizes) -> str:
+    return "-".join(map(str, sizes))
 
 
 @functools.cache
-def matrix(kind, slots, out, width, x=None, dtype=None) -> tuple[ProjectionBank, np.ndarray]:
-    """A bank, and its values."""
-    if isinstance(kind, str):
-        return projection(kind, slots, out, width)
-    dense = mx.random.normal((slots, out, width), key=mx.random.key(out)) * width**-0.5
-    weight, *scales = mx.quantize(dense, group_size=32, bits=kind)
-    scales = [array.astype(dtype) for array in scales]
-    values = mx.dequantize(weight, *(a.astype(mx.float32) for a in scales), 32, kind)
-    return ProjectionBank(weight, *scales, QuantSpec(kind, 32)), np.array(values)
-
-
-def product(x: mx.array, slots: np.ndarray, bank: ProjectionBank) -> mx.array:
-    return gather_rows(x, mx.array(slots), bank, form_of(bank, x.shape[-1]))
-
-
-def route(count: int, slots: int) -> np.ndarray:
-    return np.random.default_rng(count).integers(0, slots, count).astype(np.uint32)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=IDS)
-def test_products(device, sizes):
-    bank, values = matrix(*sizes)
-    x, slots = rows_of(5, sizes[3], sizes[4]), route(5, sizes[1])
-    y = product(x, slots, bank)
-    check(y, x, values, slots)
-    # Alone, and in another slot of another bank.
-    one = replace(bank, **{n: a[slots[3]][None] for n, a in vars(bank).items() if _is_stored(a)})
-    other = replace(one, **{n: mx.repeat(a, 2, 0) for n, a in vars(one).items() if _is_stored(a)})
-    assert mx.array_equal(product(x[3:4], np.ones(1, np.uint32), other)[0], y[3]).item()
-
-
-def _is_stored(value: object) -> bool:
-    return isinstance(value, mx.array)
-
-
-def test_several_experts_share_a_row_and_absent_ones_give_zeros(device):
-    bank, values = matrix(*SIZES[2])
-    x, slots = rows_of(2, 512, mx.float32), np.array([0, ABSENT, 2, 2, 1, 3], np.uint32)
-    y, there = product(x, slots, bank), slots < 3
-    assert np.array_equal(np.array(y)[~there], np.zeros((2, 21)))
-    check(y[mx.array([0, 2, 3, 4])], x[mx.array([0, 0, 1, 1])], values, slots[there])
-
-
-def test_what_is_not_finite_stays_in_its_row(device):
-    bank, _ = matrix(*SIZES[0])
-    x, slots = np.array(rows_of(3, 768, mx.float32)), route(3, 3)
-    right = np.array(product(mx.array(x), slots, bank))
-    x[1, 700], x[2, 3] = np.nan, np.inf
-    y = np.array(product(mx.array(x), slots, bank))
-    assert np.array_equal(y[0], right[0])
-    assert not np.isfinite(y[1:]).any()
-
-
-def bank_of(gate, up, down, C: int, F: int) -> ExpertBank:
+def bank_of(gate, up, down, slots: int, C: int, F: int, clamped: bool = False) -> ExpertBank:
     kinds = ((gate, F, C), (up, F, C), (down, C, F))
-    return ExpertBank(*(matrix(k, 4, out, width, None, mx.float32)[0] for k, out, width in kinds))
+    parts = (projection(mode, slots, out, width)[0] for mode, out, width in kinds)
+    # Most gates and ups are within the limit, and some are not.
+    return ExpertBank(*parts, activation=ClampedSwiGLU(1.702, 1.25) if clamped else swiglu)
 
 
-BANKS = {
-    "Q4_K_M": bank_of(4, 4, "q6_k", 32, 256),
-    "Q3_K_M": bank_of("q3_k", "q6_k", 5, 256, 32),
-    "IQ4_NL": bank_of("iq4_nl", "iq4_nl", "iq4_nl", 32, 64),
-}
+def call(sizes, *, absent: float = 0.3):
+    """x, slots, weights, bank and a sum to continue."""
+    gate, up, down, tokens, K, slots, C, F, dtype, *clamped = sizes
+    rng = np.random.default_rng(tokens + C)
+    route = random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent)
+    bank = bank_of(gate, up, down, slots, C, F, *clamped)
+    return (
+        random_array(rng, (tokens, C), dtype),
+        *route,
+        bank,
+        random_array(rng, (tokens, C), mx.float32),
+    )
 
 
-def call(bank: ExpertBank, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:
-    slots = np.sort(np.stack([np.random.default_rng(i).permutation(4)[:3] for i in range(6)]))
-    slots = slots.astype(np.uint32)
-    slots[2, 2] = ABSENT
-    weights = mx.random.uniform(shape=slots.shape, key=mx.random.key(1))
-    return rows_of(6, bank.down.weight.shape[1], dtype), mx.array(slots), weights
+def check(implementation, sizes) -> None:
+    x, slots, weights, bank, initial = call(sizes)
+    assert implementation.takes(x, slots, weights, bank)
+    y = implementation(x, slots, weights, bank, initial=initial)
+    truth = mix(x, slots, weights, bank, initial)
+    naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
+    assert y.dtype == mx.float32
+    assert error(y, truth) <= 2 * naive
 
 
-@pytest.mark.parametrize(
-    ("bank", "name"),
-    [
-        *(("IQ4_NL", name) for name in ("pairs", "rows", "grouped")),
-        # These are other texts alone.
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("Q4_K_M", "pairs"), ("Q3_K_M", "rows"))
-        ),
-    ],
-)
-def test_every_implementation_for_gpus_takes_them(device, bank, name):
-    """Tokens together or apart, sums cut in k: the same bits."""
-    bank, mix = BANKS[bank], EXPERT_MIX.others[name]
-    x, slots, weights = call(bank)
-    assert mix.takes(x, slots, weights, bank)
+@pytest.mark.parametrize("sizes", [*FIRST, *OTHERS], ids=name_of)
+def test_few_tokens(whole_device, sizes):
     with launched() as names:
-        y = mix(x, slots, weights, bank)
-    assert names == ["expert_blocks"] * 3 + ["expert_combine"]
-    expected = expert_mix(x, slots, weights, bank)
-    assert error(y, expected) <= 1e-5 * mx.abs(expected).max().item()
-    for n in (1, 2):
-        alone = mix(x[n : n + 1], slots[n : n + 1], weights[n : n + 1], bank)
+        check(PAIRS, sizes)
+    assert names == ["block_inner", "block_outer"]
+
+
+@pytest.mark.parametrize("sizes", [*FIRST_OF_MANY, *OTHERS_OF_MANY], ids=name_of)
+def test_many_tokens(whole_device, sizes):
+    with launched() as names:
+        check(GROUPED, sizes)
+    tiles = ["block_tiles_gated", "block_tiles_down"]
+    assert names == ["expert_lists", "expert_table", *tiles, "expert_combine"]
+
+
+def test_dozens_of_tokens_go_in_tiles(whole_device):
+    x, slots, weights, bank, _ = call(MANY[1])
+    with launched() as names:
+        y = EXPERT_MIX.others["rows"](x, slots, weights, bank)
+    assert "block_tiles_gated" in names
+    assert mx.array_equal(y, GROUPED(x, slots, weights, bank)).item()
+
+
+BITS = [
+    pytest.param(implementation, sizes, id=f"{name}-{sizes[0]}", marks=[pytest.mark.slow] * (i > 0))
+    for name, implementation, every in (("pairs", PAIRS, SIZES), ("grouped", GROUPED, MANY))
+    for i, sizes in enumerate((every[1], every[0], every[5], every[9], every[12]))
+]
+
+
+@pytest.mark.parametrize(("implementation", "sizes"), BITS)
+def test_how_a_call_is_cut_changes_no_bit(whole_device, implementation, sizes):
+    """Tokens together or apart, sums cut in k and continued, experts in other slots."""
+    x, slots, weights, bank, _ = call(sizes)
+    y = implementation(x, slots, weights, bank)
+    for n in (0, len(x) - 1):
+        alone = implementation(x[n : n + 1], slots[n : n + 1], weights[n : n + 1], bank)
         assert mx.array_equal(alone[0], y[n]).item()
-    first = mx.array([[True, False, False]])
+    first = mx.arange(slots.shape[1]) < 1
     lower, upper = (mx.where(kept, slots, mx.array(ABSENT, mx.uint32)) for kept in (first, ~first))
-    part = mix(x, lower, weights, bank)
-    assert mx.array_equal(mix(x, upper, weights, bank, initial=part), y).item()
+    part = implementation(x, lower, weights, bank)
+    assert mx.array_equal(implementation(x, upper, weights, bank, initial=part), y).item()
+    where = np.random.default_rng(0).permutation(bank.slots + 2)[: bank.slots]
+
+    def moved(part: ProjectionBank) -> ProjectionBank:
+        new = np.full((bank.slots + 2, *part.weight.shape[1:]), 0xFF, np.uint8)  # NaN
+        new[where] = np.array(part.weight)
+        return replace(part, weight=mx.array(new))
+
+    other = replace(bank, **{n: moved(getattr(bank, n)) for n in ("gate", "up", "down")})
+    there = slots < bank.slots
+    elsewhere = mx.where(
+        there, mx.array(where.astype(np.uint32))[mx.where(there, slots, 0)], ABSENT
+    )
+    moved_y = implementation(x, elsewhere.astype(mx.uint32), weights, other)
+    assert mx.array_equal(moved_y, y).item()
 
 
-def test_what_it_does_not_read():
-    x, slots, weights = call(bank := BANKS["Q4_K_M"])
-    pairs = EXPERT_MIX.others["pairs"]
-    floats = replace(bank.up, weight=mx.zeros((4, 256, 32)), scales=None, biases=None, spec=None)
-    for up in (floats, replace(bank.up, bias=mx.zeros((4, 256)))):
-        other = replace(bank, up=up)
-        assert not pairs.takes(x, slots, weights, other)
-        with pytest.raises(UnsupportedError, match="take the reference"):
-            expert_mix_pairs(x, slots, weights, other)
-    for wrong in (
-        replace(bank, down=replace(bank.down, weight=bank.down.weight[..., 1:])),
-        replace(bank, up=replace(bank.up, scales=bank.up.scales[..., 1:])),
-        replace(bank, down=replace(bank.down, weight=bank.down.weight[1:])),
+@pytest.mark.parametrize("implementation", [PAIRS, GROUPED], ids=["pairs", "grouped"])
+def test_what_is_not_finite_stays_in_its_row(whole_device, implementation):
+    x, slots, weights, bank, _ = call(SIZES[1] if implementation is PAIRS else MANY[1], absent=0)
+    right = np.array(implementation(x, slots, weights, bank))
+    numbers = np.array(x.astype(mx.float32))
+    numbers[1, -1] = np.nan
+    y = np.array(implementation(mx.array(numbers).astype(x.dtype), slots, weights, bank))
+    assert np.array_equal(np.delete(y, 1, 0), np.delete(right, 1, 0))
+    assert np.isnan(y[1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [MANY[0], MANY[7], MANY[10]], ids=name_of)
+def test_every_tile_gives_the_same_bits(whole_device, sizes, dtype):
+    x, slots, weights, bank, _ = call(sizes)
+    x, layout = x.astype(dtype), bank.layout
+    tried = [
+        (
+            [tile for tile in gated if tile.fits(2, layout.inner, dtype)],
+            [tile for tile in down if tile.fits(1, layout.down, dtype)],
+        )
+        for gated, down in expert_tiles.TILES.values()
+    ]
+    results = [
+        expert_tiles.grouped(x, slots, weights, bank, None, tiles=tiles)
+        for gated, down in tried
+        for tiles in product(gated, down)
+    ]
+    assert len(results) >= 3
+    assert all(mx.array_equal(results[0], other).item() for other in results[1:])
+
+
+def test_what_they_do_not_read():
+    x, slots, weights, bank, _ = call(SIZES[0])
+    floats = ProjectionBank(mx.zeros((4, 512, 256)), None, None, None)
+    affine = ProjectionBank(*mx.quantize(floats.weight, 64, 4), QuantSpec(4, 64))
+    biased = {n: replace(getattr(bank, n), bias=mx.zeros((4, o))) for n, o in
+              (("gate", 256), ("up", 256), ("down", 512))}  # fmt: skip
+    for other, why in (
+        (replace(bank, down=floats), "blocks beside blocks"),
+        (replace(bank, down=affine), "blocks beside blocks"),
+        (replace(bank, **biased), "without biases"),
+        (replace(bank, activation=lambda gate, up: gate * up), "clamped form"),
     ):
-        with pytest.raises(ShapeError, match=r"rows of 256|rows of 32|must be|not of one size"):
-            expert_mix_pairs(x, slots, weights, wrong)
+        for implementation in (PAIRS, GROUPED):
+            assert not implementation.takes(x, slots, weights, other)
+            with pytest.raises(UnsupportedError, match=why):
+                implementation(x, slots, weights, other)
+    wrong = replace(bank.down, weight=bank.down.weight[..., 1:])
+    fewer = replace(bank.down, weight=bank.down.weight[1:])
+    for down, why in ((wrong, "no rows of 256"), (fewer, "not of one size")):
+        with pytest.raises(ShapeError, match=why):
+            PAIRS(x, slots, weights, replace(bank, down=down))
     with pytest.raises(ShapeError, match="x is"):
-        expert_mix_pairs(x[:, 1:], slots, weights, bank)
-    assert pair_bytes(bank, mx.bfloat16) == 4 * (3 * 256 + 32)
+        PAIRS(x[:, 1:], slots, weights, bank)
 
 
-def test_kinds_are_affine_numbers_and_blocks():
-    assert expert_blocks.KINDS[0] == "affine"
-    assert set(expert_blocks.KINDS[1:]) <= set(BLOCK_MODES)
+def test_a_fused_block_leaves_them_alone():
+    """It reads plain experts alone."""
+    assert not call(SIZES[0])[3].layout.plain
 
 
-@pytest.mark.parametrize("mode", sorted(set(BLOCK_MODES) - set(expert_blocks.KINDS)))
-def test_a_type_that_it_does_not_know_is_the_reference_s(mode):
-    bank, _ = projection(mode, 4, 256, 256)
-    with pytest.raises(UnsupportedError, match="take the reference"):
-        form_of(bank, 256)
+def test_a_text_holds_no_other_types():
+    kernel = KERNELS["block_outer"]
+    text = "".join(kernel.using(E="q8_0").metal_text())
+    assert "struct q8_0" in text
+    assert "struct q4_0" not in text
+    assert kernel.using(E="q8_0") is kernel.using(E="q8_0") is not kernel.using(E="q4_0")
 
 
-def case(sizes) -> Case:
-    absent = sizes[1]  # the first number that no slot has
-    x, slots = rows_of(2, sizes[3], sizes[4]), np.array([absent - 1, absent, 0, 1], np.uint32)
-
-    def expected():
-        _, values = matrix(*sizes)
-        rows = np.array(x.astype(mx.float32)).astype(np.float64)[[0, 0, 1, 1]]
-        chosen = values[np.where(slots == absent, 0, slots)].astype(np.float64)
-        truth = np.einsum("pi,poi->po", rows, chosen)
-        truth[1] = 0.0
-        return [truth]
-
-    run = lambda: [product(x, slots, matrix(*sizes)[0])]  # noqa: E731
-    return Case("-".join(map(str, sizes[:4])), run, expected, 1e-5)
+def test_scratch_is_what_tiles_allocate():
+    bank = call(SIZES[0])[3]
+    assert pair_bytes(bank, mx.bfloat16) == 2 * (512 + 256) + 16
 
 
-CASES = {"expert_blocks": [case(sizes) for sizes in SIZES]}
+def test_every_mode_has_a_case():
+    assert {mode for sizes in SIZES for mode in sizes[:3]} == set(BLOCK_MODES)
 
-COMMUTES, PAST = "commutes", "past the end of a thread's array, and nothing reads it"
+
+def case(sizes, tile: expert_tiles.Tile | None = None) -> Case:
+    drawn = functools.cache(lambda: call(sizes))
+    truth = functools.cache(lambda: mix(*drawn()))
+
+    def run():
+        *args, initial = drawn()
+        if tile is None:
+            return [PAIRS(*args, initial=initial)]
+        return [expert_tiles.grouped(*args, initial, tiles=(tile, tile))]
+
+    def limit():
+        return 2 * np.abs(mix(*drawn(), rounded=drawn()[0].dtype) - truth()).max()
+
+    return Case(name_of(sizes), run, lambda: [truth()], functools.cache(limit), BETWEEN)
+
+
+FEW_CASES = [case(sizes) for sizes in SIZES]
+MANY_CASES = [case(sizes, expert_tiles.SMALL) for sizes in MANY]
+COMMUTES, STEP, IDLE = "a product", "multiples of the step", "lanes without a unit add zero"
 EQUIVALENT = {
-    "expert_blocks.metal": {
-        "affine: swapped arguments 1 and 2 of metal::fma": COMMUTES,
-        "block_rows: off by one < -> + 1 < (3)": "widths are multiples of 8",
-        "block_rows: swapped arguments 1 and 2 of metal::fma": COMMUTES,
-        "q2_k: off by one < -> <=": PAST,
-        "q2_k: swapped arguments 1 and 2 of metal::fma": COMMUTES,
-        "q3_k: off by one < -> <=": PAST,
-        "q6_k: off by one < -> <=": PAST,
+    "blocks.metal": {
+        "in_table: off by one < -> <=": "a shift by 32 or more, which adds nothing here",
+        "in_table: off by one < -> + 1 <": STEP,
     },
+    "expert_blocks.metal": {
+        "add_eights: swapped arguments 1 and 2 of metal::fma": COMMUTES,
+        "add_eights: swapped arguments 1 and 2 of metal::fma (2)": COMMUTES,
+        "add_eights: swapped arguments 1 and 2 of metal::fma (3)": COMMUTES,
+        "take_eights: swapped parameters 1 and 2 of load_x": "Metal's factors are 1",
+        "lanes_of: off by one > -> >=": IDLE,
+        "lanes_of: off by one > -> >= (2)": IDLE,
+        "lanes_of: off by one > -> >= (3)": IDLE,
+    },
+}
+CASES = {
+    "block_inner": FEW_CASES,
+    "block_outer": FEW_CASES,
+    "block_tiles_gated": MANY_CASES,
+    "block_tiles_down": MANY_CASES,
 }

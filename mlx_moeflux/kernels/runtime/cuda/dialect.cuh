@@ -271,3 +271,12 @@ template <typename T> inline uint spread_pair(uint word, T scale, T bias) {
   pair q = __hsub2(as_type<pair>(word & 0x000f000fu | base), as_type<pair>(base));
   return as_type<uint>(__hfma2(q, pair{scale, scale}, pair{bias, bias}));
 }
+
+// ---- IQ4_NL and IQ4_XS: four bytes below 16 choose from a table of 16 bytes
+
+inline uint in_table(uint word) {
+  const uint pairs = word | word >> 4, at = (pairs & 0xff | pairs >> 8 & 0xff00) & 0x7777u;
+  const uint lower = __byte_perm(0x3f2d1801u, 0x766a5d4fu, at);
+  const uint upper = __byte_perm(0xa6998d81u, 0xf1d9c5b5u, at), high = (word >> 3 & 0x01010101u) * 255u;
+  return lower & ~high | upper & high;
+}
