@@ -85,7 +85,7 @@ def open_gguf(path: Path, *, requantize: bool = False, strict: bool = True) -> G
     metadata = containers[0].metadata
     name = metadata.get("general.architecture")
     architecture = architecture_of(path, name)
-    header = Header(path, name, metadata)
+    header = Header(path, str(name), metadata)
     config = architecture.config(header, strict=strict)
     found = GgufFile(path, {}, {}, {}, metadata)
     forms = _FORMS_OF_ALL if requantize else _FORMS

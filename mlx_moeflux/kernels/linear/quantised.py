@@ -207,4 +207,5 @@ def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
             f"expert kernels need gate and up stored alike, not {gate.spec} and {up.spec}; take "
             "the reference (MOEFLUX_KERNELS=expert_mix=reference)."
         )
-    return ExpertLayout(C, F, *found)
+    inner, second, outer = found
+    return ExpertLayout(C, F, inner, second, outer)

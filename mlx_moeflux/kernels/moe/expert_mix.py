@@ -98,8 +98,8 @@ def _in_blocks(mode: str) -> Builder:
     def example(s: Sizes, n: int, x: Normal) -> Arguments:
         side = max(s.C, BLOCK_MODES[mode].elements)
         weights, spec = examples.in_blocks(mode, 3, s.E, side, side), QuantSpec.of_mode(mode)
-        bank = ExpertBank(*(ProjectionBank(weight, None, None, spec) for weight in weights))
-        call = (x(n, side), *_routed(s, n), bank)
+        gate, up, down = (ProjectionBank(weight, None, None, spec) for weight in weights)
+        call = (x(n, side), *_routed(s, n), ExpertBank(gate, up, down))
         return call, {"initial": x(n, side, dtype=mx.float32)}
 
     return example
