@@ -206,12 +206,18 @@ def kept_by_xtc(tokenizer: Any, vocabulary: int) -> list[int]:
 def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     """Return a table of expert statistics by layer, and what was lossy or fell back. details: All
     counts, the active kernels and, on NVIDIA, the number of compiled variants."""
+    from mlx_moeflux.experts.policies.named import label
+    from mlx_moeflux.experts.policies.prefetch import Switched
     from mlx_moeflux.kernels.runtime import launcher
 
     table = experts.table()
     lines = [table.full() if details else table.brief()]
     if ahead := table.read_ahead():
         lines.append(ahead)
+    streaming = model.store.streaming
+    prefetch = None if streaming is None else streaming.prefetch
+    if isinstance(prefetch, Switched):
+        lines.append(f"prefetch {label(prefetch)} is {prefetch.switch.report()}")
     lines += table.by_place()
     if (rows := model.row_stats()) is not None:
         lines.append(f"n-gram rows: {rows}")

@@ -18,6 +18,7 @@ from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
 from mlx_moeflux.experts.io.readers import check_methods, check_reader
 from mlx_moeflux.experts.io.replicas import open_readers
+from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
@@ -59,6 +60,10 @@ def make_store(
     E, mix, events = model.config.num_experts, model.kernels.expert_mix, options.events
     if part is not None:
         E, mix, events = part.num_experts, part.mix, None  # the events are those of all ranks
+    prefetch = options.prefetch
+    # Ranks wait for one another, so that one's seconds do not tell what its own choice costs.
+    if isinstance(prefetch, AutoLookAhead) and (part is not None or not model.CAN_LOOK_AHEAD):
+        prefetch = None
     threads = DEFAULT_THREADS if options.expert_threads is None else options.expert_threads
     try:
         if given is not None:
@@ -93,7 +98,7 @@ def make_store(
             mix=mix,
             activation=model.activation,
             eviction=options.eviction,
-            prefetch=options.prefetch,
+            prefetch=prefetch,
             keep_all_ahead=options.keep_all_ahead,
         ), plan
     except BaseException:

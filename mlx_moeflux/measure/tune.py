@@ -26,7 +26,7 @@ from mlx_moeflux.experts.io.native_pool import open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies.named import NONE
-from mlx_moeflux.experts.policies.prefetch import PREFETCHES, make_prefetch
+from mlx_moeflux.experts.policies.prefetch import LastToken, LookAhead, make_prefetch
 from mlx_moeflux.experts.telemetry.forecast import Profile
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.benchmark.card import expert_files
@@ -35,6 +35,7 @@ from mlx_moeflux.models import map_checkpoint
 
 THREADS = (1, 2, 4, 8, 16, 32)
 READERS = ("pread", "direct")
+PREFETCHES = (NONE, LastToken.name, LookAhead.name)
 SHARES = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 CLOSE = 0.03
 """What is slower than the best by less than this share is as good, if it takes less."""
@@ -231,7 +232,7 @@ def _best_prefetch(
     model: Any, tokens: int, repeats: int, note: Callable[[str, float], float]
 ) -> str:
     store = model.store
-    seconds: dict[str, list[float]] = {name: [] for name in (NONE, *PREFETCHES)}
+    seconds: dict[str, list[float]] = {name: [] for name in PREFETCHES}
     try:
         for _ in range(repeats):
             for name, each in seconds.items():

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 
@@ -66,6 +66,8 @@ class StreamingModel(Module):
     layers: Any
     _kernels: Kernels
     _router: Router
+    CAN_LOOK_AHEAD: ClassVar[bool] = True
+    """Whether a layer's hidden state is what the next layer's router takes."""
 
     @property
     def activation(self) -> Activation:
@@ -185,7 +187,7 @@ class StreamingModel(Module):
         self._parts_are_own = all(
             decoder_layer(layer) is layer and layer._plain for layer in self.layers
         ) and all(self.layers[i].mlp is block and block._plain for i, block in blocks.items())
-        if self._store is not None and self._store.looks_ahead:
+        if self._store is not None and self.CAN_LOOK_AHEAD:
             for layer, following in pairwise(blocks):
                 after = decoder_layer(self.layers[following])
                 if after is not None:

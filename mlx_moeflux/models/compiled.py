@@ -277,8 +277,8 @@ class SegmentedStep:
     def __init__(self, model: Decoder):
         # A closure, since nn.Module would take an attribute for a child module.
         self._model = lambda: model
-        self._planned: Any = None
-        self._segments: list[_Segment] = []
+        # With and without a look-ahead: what the segments were planned for, and they.
+        self._plans: dict[bool, tuple[Any, list[_Segment]]] = {}
         self.traces = self._graphs_built = 0
 
     def fits(self, pairs: int) -> bool:
@@ -287,15 +287,15 @@ class SegmentedStep:
 
     def forget(self) -> None:
         """Drop the traces, after parameters or kernels were replaced."""
-        self._planned = None
-        self._segments.clear()
+        self._plans.clear()
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return logits; each entry grows by one column, or by none if the call raises."""
         model = self._model()
         store = model.store.steps
         with store.exclusive(), transaction(cache):
-            plan = self._plan(tuple(type(entry) for entry in cache), store.partial())
+            kinds = tuple(type(entry) for entry in cache)
+            plan = self._plan(kinds, store.partial(), model.store.looks_ahead)
             counts, padding = _counts(cache)
             carry, slots, bank, call = [tokens], None, [], None
             for segment in plan:
@@ -327,17 +327,20 @@ class SegmentedStep:
                 carry = [weights, *carry]
             return carry[0]
 
-    def _plan(self, kinds: tuple[type, ...], partial: tuple[int, ...]) -> list[_Segment]:
-        if self._planned != (kinds, partial):
-            self._segments = [
-                self._segment(last, following, kinds)
+    def _plan(
+        self, kinds: tuple[type, ...], partial: tuple[int, ...], looks_ahead: bool
+    ) -> list[_Segment]:
+        known = self._plans.get(looks_ahead)
+        if known is None or known[0] != (kinds, partial):
+            segments = [
+                self._segment(last, following, kinds, looks_ahead)
                 for last, following in zip([None, *partial], [*partial, None], strict=True)
             ]
-            self._planned = kinds, partial
-        return self._segments
+            self._plans[looks_ahead] = known = (kinds, partial), segments
+        return known[1]
 
     def _segment(
-        self, last: int | None, following: int | None, kinds: tuple[type, ...]
+        self, last: int | None, following: int | None, kinds: tuple[type, ...], looks_ahead: bool
     ) -> _Segment:
         model = self._model()
         start = 0 if last is None else last + 1
@@ -373,7 +376,8 @@ class SegmentedStep:
             with device.gathered():
                 return segment(*inputs)
 
-        looks_ahead = following is not None and model.layers[following].mlp._lookahead is not None
+        if following is None or model.layers[following].mlp._lookahead is None:
+            looks_ahead = False
         layers = (i for i in model.store.layers if start <= i < stop and i != following)
         ends = following is None
         return _Segment(

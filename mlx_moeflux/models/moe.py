@@ -265,7 +265,8 @@ class SparseMoeBlock(Module):
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
         ahead = None
-        if self._lookahead is not None and ids.size <= MOST_PAIRS:
+        looks = self._lookahead is not None and self._store.looks_ahead
+        if looks and ids.size <= MOST_PAIRS:
             ahead = self._lookahead(x.reshape(post.shape), ids)
         if self._recorder is not None:
             self._recorder.note(

@@ -66,6 +66,7 @@ class Model(qwen3_5_moe.Model):
     DELTA_NET = GatedDeltaNet
     TEXT_MODEL = StreamsModel
     ZERO_CENTRED = NORMS
+    CAN_LOOK_AHEAD = False
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -11,6 +11,8 @@ import numpy as np
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, StridedRefs, TensorRef
 from mlx_moeflux.experts.io.layout import BlockLayout, Component
+from mlx_moeflux.experts.policies.prefetch import AutoLookAhead, make_prefetch
+from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 
@@ -188,6 +190,24 @@ class Wrapped:
     def read(self, layer, expert, into):
         result = self._before(layer, expert, into)
         return self._reader.read(layer, expert, into) if result is None else result
+
+
+class EveryOther(TimedSwitch):
+    """On in every other step, whatever it costs."""
+
+    def step(self, pairs, cost):
+        self.steps += 1
+        self.on = self.steps % 2 == 1
+
+    def disturb(self): ...
+
+
+def prefetch_of(name):
+    """The prefetcher of this name; one that decides by time decides by the number of the step."""
+    prefetch = make_prefetch(name)
+    if isinstance(prefetch, AutoLookAhead):
+        prefetch.switch = EveryOther()
+    return prefetch
 
 
 # Calls that miss, hit, evict and sweep.

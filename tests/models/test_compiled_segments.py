@@ -13,6 +13,7 @@ from mlx_moeflux.experts.io import native_pool
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.moe import SoftmaxRouter
+from tests.experts.helpers import prefetch_of
 
 V = 4096
 
@@ -32,6 +33,7 @@ def steps(model, tokens: mx.array, *, traced: bool, prompt: int) -> mx.array:
 def opened(**options):
     # What is traced is computed by references on the CPU.
     options = {"expert_memory": "40%", "dtype": mx.float32, "kernels": "reference"} | options
+    options["prefetch"] = prefetch_of(options.get("prefetch"))
     return load_model(BUNDLED_MODEL, **options)
 
 
@@ -46,6 +48,7 @@ def opened(**options):
             1,
             marks=pytest.mark.slow,
         ),
+        ({"prefetch": "auto", "keep_all_ahead": True}, 1),
         pytest.param({"prefetch": "last", "keep_all_ahead": True}, 2, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -56,7 +59,9 @@ def test_segments_give_the_same_bits_and_the_same_account(options, B):
         with opened(**options) as model:
             logits.append(steps(model, tokens, traced=traced, prompt=20))
             mx.eval(logits)
-            assert model._segments.traces == traced
+            # With and without a look-ahead.
+            plans = 2 if options.get("prefetch") == "auto" else 1
+            assert model._segments.traces == (plans if traced else 0)
             total = model.store.stats().total
             names = ("tokens", "lookups", "hits", "misses", "evictions", "bytes_read", "foreseen")
             totals.append([getattr(total, name) for name in names])

@@ -3,16 +3,18 @@
 A prefetcher sees a logical clock, like an eviction policy. Store and simulator follow the rules of
 this module. At the end of a call the prefetcher names experts for the next layer. The store reads
 those that are not resident; they count as hits when their layer is called, even if the call waits
-for the rest of the read.
+for the rest of the read. A layer that holds every expert stays on the device and prefetches
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.named import distinct_ids, label, policy_of
+from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
 
 # Calls of more (token, expert) pairs prefetch nothing: the next layer needs most experts and
 # reads them in its own order.
@@ -45,6 +47,15 @@ class Prefetch(Protocol):
     def reset(self) -> None:
         """Forget everything."""
         ...
+
+
+@runtime_checkable
+class Switched(Protocol):
+    """Part of a prefetcher that names experts only while its `switch` is on. Its `looks_ahead` may
+    change with it, between two steps. The store tells the switch what decode steps cost, and resets
+    it when the memory for experts changes."""
+
+    switch: TimedSwitch
 
 
 class LastToken:
@@ -91,7 +102,32 @@ class LookAhead:
         pass
 
 
-PREFETCHES: dict[str, Callable[[], Any]] = {kind.name: kind for kind in (LastToken, LookAhead)}
+class AutoLookAhead:
+    """Proposes what ``ahead`` does while that is measured to be faster."""
+
+    name = "auto"
+
+    def __init__(self, most: int | None = 2):
+        self.most, self.switch = most, TimedSwitch()
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True while the switch is on."""
+        return self.switch.on
+
+    def requested(self, layer: int, experts: Sequence[int], last: Sequence[int]) -> None:
+        pass
+
+    def propose(self, layer: int, guess: Sequence[int]) -> Sequence[int]:
+        return guess
+
+    def reset(self) -> None:
+        self.switch.reset()
+
+
+PREFETCHES: dict[str, Callable[[], Any]] = {
+    kind.name: kind for kind in (LastToken, LookAhead, AutoLookAhead)
+}
 
 
 def make_prefetch(policy: str | Prefetch | None) -> Prefetch | None:

@@ -36,12 +36,14 @@ from mlx_moeflux.experts.policies.eviction import (
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,
+    Switched,
     blocks_ahead,
     make_prefetch,
     merged,
     next_layer,
     proposed,
 )
+from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps
 from mlx_moeflux.experts.policies.wave_schedule import (
     READ_AHEAD,
     Wave,
@@ -214,9 +216,22 @@ class StreamedStore(ExpertStore):
         return not any(state.tokens or state.table.slot_of for state in states)
 
     @property
+    def prefetch(self) -> Prefetch | None:
+        """The policy of reading ahead, or None. It may be replaced between two calls."""
+        return self._prefetch
+
+    @prefetch.setter
+    def prefetch(self, policy: Prefetch | None) -> None:
+        self._prefetch = policy
+        self._decode_steps = None
+        if isinstance(policy, Switched):
+            self._decode_steps = DecodeSteps(policy.switch, self._clock, MOST_PAIRS)
+
+    @property
     def looks_ahead(self) -> bool:
-        """True if :meth:`experts` takes the guess of the next layer's router as ``ahead=``."""
-        return self.prefetch is not None and self.prefetch.looks_ahead
+        """True if :meth:`experts` takes the guess of the next layer's router as ``ahead=``. It may
+        change between two steps."""
+        return self._prefetch is not None and self._prefetch.looks_ahead
 
     def residents(self, layer: int) -> dict[int, int]:
         """Return expert -> slot of a layer, as it is now."""
@@ -257,6 +272,8 @@ class StreamedStore(ExpertStore):
             try:
                 yield
             except BaseException:
+                if self._decode_steps is not None:
+                    self._decode_steps.disturb()
                 for state in self._layers.values():
                     if state.change.open:
                         state.recover()
@@ -280,6 +297,9 @@ class StreamedStore(ExpertStore):
             )
         if self._whole(state):
             return call
+        if self._decode_steps is not None:
+            before = self.layers[: self.layers.index(layer)]
+            self._decode_steps.begin(ids.size, first=self._all_whole(before))
         start, stalled = perf_counter(), state.stats.stall_seconds
         call.host, call.request = self._wait_for_ids(call, weights)
         needed = call.request.needed
@@ -364,9 +384,13 @@ class StreamedStore(ExpertStore):
             state.change.end()
         state.stats.tokens += N
         state.tokens += N
-        short = N * K <= MOST_PAIRS
-        if short and call.request is not None and self.prefetch is not None:
-            self._read_ahead(call, self.prefetch)
+        prefetch = self._active
+        if N * K <= MOST_PAIRS and call.request is not None and prefetch is not None:
+            self._read_ahead(call, prefetch)
+        if self._decode_steps is not None:
+            after = self.layers[self.layers.index(state.layer) + 1 :]
+            if call.request is not None and self._all_whole(after):
+                self._decode_steps.end()
 
     def partial(self) -> tuple[int, ...]:
         """Return the layers of whose calls the host needs the ids."""
@@ -437,6 +461,8 @@ class StreamedStore(ExpertStore):
         """Change a layer's number of slots; the policy chooses the victims of a smaller bank."""
         with self._lock:
             self.generation += 1
+            if self._decode_steps is not None:
+                self._decode_steps.reset()
             self._state(layer).resize(self._checked(layer, slots), self._events)
             if self._events is not None:
                 self._events(Resize(layer, self.slots[layer]))
@@ -517,11 +543,22 @@ class StreamedStore(ExpertStore):
     def _whole(self, state: StreamedLayer) -> bool:
         """Return True if the host need not know the ids of a call of this layer."""
         table = state.table
-        return (
-            len(table.slot_of) == table.num_experts
-            and self._events is None
-            and self.prefetch is None
-        )
+        return len(table.slot_of) == table.num_experts and self._events is None
+
+    def _all_whole(self, layers: Iterable[int]) -> bool:
+        """Return True if the host need not know the ids of any call of these layers."""
+        return all(self._whole(self._layers[layer]) for layer in layers)
+
+    def _clock(self) -> Cost:
+        """Return the time, and the time waited for reads."""
+        layers = self._stats.layers.values()
+        return Cost(perf_counter(), sum(stats.stall_seconds for stats in layers))
+
+    @property
+    def _active(self) -> Prefetch | None:
+        """The prefetcher, unless it is switched off."""
+        steps = self._decode_steps
+        return self._prefetch if steps is None or steps.switch.on else None
 
     def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
@@ -542,8 +579,10 @@ class StreamedStore(ExpertStore):
         if events is not None:
             events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         request = ExpertRequest.of(host, self.num_experts, state.tokens)
-        if self.prefetch is not None:
-            self._enter_ahead(state, request, self.prefetch)
+        prefetch = self._prefetch
+        # What was proposed before the switch went off is still to be entered.
+        if prefetch is not None and (self._active is prefetch or state.proposal):
+            self._enter_ahead(state, request, prefetch)
         self.eviction.touch(state.layer, request.experts, request.last, request.uses)
         return host, request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
@@ -14,6 +14,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.files import read_whole, write_output
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.timed_switch import Cost
 from mlx_moeflux.experts.telemetry.simulate import Simulation
 from mlx_moeflux.experts.telemetry.trace import Trace
 
@@ -117,6 +118,18 @@ class Profile:
             return times[blocks - 1]
         step = times[-1] - times[-2] if len(times) > 1 else times[-1]
         return times[-1] + (blocks - len(times)) * step
+
+    def call_cost(self, layers: int) -> Callable[[int, int], Cost]:
+        """Return what a call of one of so many layers costs, as in :func:`forecast`, by the blocks
+        that it has to read and those that were prefetched for it; for
+        :func:`~mlx_moeflux.experts.telemetry.simulate.simulate`."""
+        compute = self.token_seconds / layers
+
+        def cost(missed: int, ahead: int) -> Cost:
+            stalled = self.reading(missed) + max(self.reading(ahead) - compute, 0.0)
+            return Cost(compute + self.sync_seconds + stalled, stalled)
+
+        return cost
 
 
 def open_tuning(path: str | os.PathLike[str]) -> dict[str, Any]:

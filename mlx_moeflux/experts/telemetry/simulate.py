@@ -8,7 +8,7 @@ What they count is therefore equal, not similar.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
@@ -23,11 +23,13 @@ from mlx_moeflux.experts.policies.eviction import (
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,
+    Switched,
     blocks_ahead,
     make_prefetch,
     next_layer,
     proposed,
 )
+from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
 from mlx_moeflux.experts.telemetry.bounds import Belady
 from mlx_moeflux.experts.telemetry.stats import LayerStats, total_of
@@ -72,6 +74,7 @@ def simulate(
     eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
     recorded: bool = False,
+    cost: Callable[[int, int], Cost] | None = None,
 ) -> Simulation:
     """Replay `trace` from empty banks.
 
@@ -82,6 +85,11 @@ def simulate(
             as in a store with `keep_all_ahead`; with `recorded`, all but what the trace says was
             given up, and banks are resized as it says, which is right for the set-up that
             recorded it.
+        cost: What a call of a layer costs by the blocks that it has to read and those that were
+            prefetched for it, such as
+            :meth:`~mlx_moeflux.experts.telemetry.forecast.Profile.call_cost` of a machine; a
+            prefetcher with a switch then decides by it. Without it, it prefetches where the trace
+            has a guess, so that the trace of a run gives the hits of that run.
 
     Raises:
         InputError: The budget or a policy cannot be used.
@@ -94,9 +102,13 @@ def simulate(
     ahead = make_prefetch(prefetch)
     if ahead is not None:
         ahead.reset()
-        if ahead.looks_ahead and all(call.guess is None for call in trace):
+        needs_guesses = ahead.looks_ahead or (isinstance(ahead, Switched) and cost is not None)
+        if needs_guesses and all(call.guess is None for call in trace):
             raise InputError("the trace has no guesses to look ahead with; record it with ahead.")
-    replay = _Replay(trace.info, policy, slots)
+    replay, clock = _Replay(trace.info, policy, slots), _Clock()
+    steps = None
+    if isinstance(ahead, Switched) and cost is not None:
+        steps = DecodeSteps(ahead.switch, lambda: clock.now, MOST_PAIRS)
     result = Simulation(trace.info, name, slots, replay.counts)
     calls = zip(trace.calls, requests_of(trace), strict=True)
     if ahead is None and not recorded:
@@ -104,14 +116,23 @@ def simulate(
         calls = ()
     for call, request in calls:
         layer = call.layer
+        if steps is not None:
+            steps.begin(call.ids.size, first=layer == trace.info.layers[0])
         if ahead is not None:
             result.ahead.append(len(replay.banks[layer].ahead))
             replay.commit_prefetch(ahead, layer, request, call.dropped if recorded else ())
         result.misses.append(replay.call(layer, request))
-        if ahead is not None and call.ids.size <= MOST_PAIRS:
+        active = steps is None or steps.switch.on
+        if ahead is not None and active and call.ids.size <= MOST_PAIRS:
             replay.read_ahead(ahead, layer, call.guess or ())
+        if steps is not None and cost is not None:
+            clock.pass_by(cost(result.misses[-1], result.ahead[-1]))
+            if layer == trace.info.layers[-1]:
+                steps.end()
         for each, count in call.resized if recorded else ():
             replay.resize(each, count)
+            if steps is not None:
+                steps.reset()
     for layer, counts in replay.counts.items():
         counts.hits = counts.lookups - counts.misses
         blocks = counts.misses + counts.prefetches
@@ -145,6 +166,17 @@ def slots_of(trace: Trace, budget: str | float | Mapping[int, int]) -> dict[int,
         num_experts=info.num_experts,
         experts_per_token=info.experts_per_token,
     )
+
+
+class _Clock:
+    """The time, and the time waited for reads, of a replay."""
+
+    def __init__(self):
+        self.now = Cost(0.0, 0.0)
+
+    def pass_by(self, cost: Cost) -> None:
+        """Let so much time pass."""
+        self.now = Cost(self.now.seconds + cost.seconds, self.now.stalled + cost.stalled)
 
 
 class _Bank:

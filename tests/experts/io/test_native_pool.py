@@ -105,6 +105,40 @@ def test_batches_wait_for_one_another(reader):
     fetches[0].drain()
 
 
+class Asleep:
+    """The library, but no thread is woken: what waits for a batch takes the parts in order."""
+
+    def __init__(self, library):
+        self._library = library
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)
+
+    def batch_begin(self, *arguments):
+        self._library.batch_begin(*arguments[:-1], 0)
+
+
+@a_file
+def test_a_block_that_was_given_up_before_it_began_is_never_read(reader):
+    pool, layer = open_pool(reader, 2, None), LAYERS[0]
+    pool.library = Asleep(pool.library)
+    for given_up in (True, False):
+        slots = HostSlots(reader.layout(layer), 3)
+        first, wrong, needed = (pool.fetch(layer, slots, [(e, e)]) for e in range(3))
+        for fetch in (first, wrong, needed):
+            fetch.start()
+        if given_up:
+            wrong.abandon()
+        assert needed.wait() is None
+        assert [a.expert for a in needed.arrivals()] == [2]
+        # The queue is in order: the one before was read by now, unless it was given up.
+        assert any(map(any, block_of(slots, 1))) != given_up
+        wrong.drain()
+        assert bool(wrong.arrivals()) != given_up
+        assert first.wait() is None
+    pool.close()
+
+
 @a_file
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_errors_name_file_and_offset(reader):

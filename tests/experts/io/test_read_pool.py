@@ -45,6 +45,24 @@ def test_urgent_reads_have_begun_when_they_were_handed_over(threads):
         assert sorted(reader.begun) == list(range(count))
 
 
+def test_a_block_that_was_given_up_before_it_began_is_never_read():
+    threads, reader = ReadPool(Held(), 1), Held()
+    first, wrong, needed = (Fetch(threads, reader, 0, [Target(e, e)]) for e in range(3))
+    for fetch in (first, wrong):
+        fetch.start()
+    while not reader.begun:
+        pass
+    wrong.abandon()
+    needed.start(urgent=True)
+    reader.go.set()
+    assert needed.wait() is None
+    assert reader.begun == [0, 2]
+    wrong.drain()
+    assert wrong.arrivals() == []
+    assert first.wait() is None
+    threads.close()
+
+
 def test_nobody_waits_for_threads_that_have_other_work(threads):
     first, second = Held(), Held()
     busy = Fetch(threads, first, 0, [Target(e, e) for e in range(5)])

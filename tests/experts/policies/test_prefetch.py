@@ -15,7 +15,14 @@ from mlx_moeflux.experts.io.read_pool import Fetch
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies import prefetch
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
-from mlx_moeflux.experts.policies.prefetch import PREFETCHES, LastToken, LookAhead, make_prefetch
+from mlx_moeflux.experts.policies.prefetch import (
+    PREFETCHES,
+    AutoLookAhead,
+    LastToken,
+    LookAhead,
+    make_prefetch,
+)
+from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import (
     Evict,
@@ -28,7 +35,8 @@ from mlx_moeflux.experts.telemetry.events import (
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, TraceWriter
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.experts.helpers import C, E, K, bank_is_right, random_call, same_bits
+from mlx_moeflux.models.moe import RouterLookahead
+from tests.experts.helpers import C, E, K, bank_is_right, prefetch_of, random_call, same_bits
 
 
 class Fixed:
@@ -148,7 +156,7 @@ def test_what_is_not_needed_and_not_begun_is_given_up(wrapped, experts, monkeypa
     ],
 )
 def test_no_bit_changes(open_store, experts, name, eviction, keep):
-    options = {"eviction": eviction, "prefetch": name, "keep_all_ahead": keep}
+    options = {"eviction": eviction, "prefetch": prefetch_of(name), "keep_all_ahead": keep}
     store, resident = open_store(4, **options), experts.resident()
     random = np.random.default_rng(0)
     for seed, n in enumerate((1, 1, 2, 1, 30, 1, 1, 1, 3, 1)):
@@ -165,7 +173,7 @@ def test_no_bit_changes(open_store, experts, name, eviction, keep):
 def test_a_model_gives_the_same_bits(name):
     with (
         load_model(BUNDLED_MODEL) as resident,
-        load_model(BUNDLED_MODEL, expert_memory="20%", prefetch=name) as model,
+        load_model(BUNDLED_MODEL, expert_memory="20%", prefetch=prefetch_of(name)) as model,
     ):
         a, b = resident.make_cache(), model.make_cache()
         random = np.random.default_rng(0)
@@ -207,6 +215,105 @@ def test_padding_guesses_nothing():
         mx.eval(model(mx.array([[5, 6], [7, 0]]), merged))
     assert guesses
     assert all(32 not in g.experts and len(g.experts) <= 12 for g in guesses)
+
+
+class Noted(TimedSwitch):
+    """Notes what it is told, and is as it is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.told.clear()
+
+    def step(self, pairs, cost):
+        self.told.append((pairs, cost))
+
+    def disturb(self):
+        self.told.append("disturbed")
+
+    def reset(self):
+        super().reset()
+        self.told = ["reset"]
+
+
+def noted():
+    prefetch = AutoLookAhead()
+    prefetch.switch = Noted()
+    return prefetch
+
+
+def test_a_switch_is_told_of_decode_steps_alone(monkeypatch):
+    prefetch, asked = noted(), []
+    original = RouterLookahead.__call__
+    monkeypatch.setattr(RouterLookahead, "__call__", lambda *a: asked.append(1) or original(*a))
+    with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch=prefetch) as model:
+        told, cache = prefetch.switch.told, model.make_cache()
+        for T in (30, 1, 1, 1, 2):
+            mx.eval(model(mx.array([[5] * T]), cache))
+        assert not asked
+        assert model.store.stats().total.proposed == 0
+        prompt, steps = told[:-4], told[-4:]
+        assert set(prompt) == {"disturbed"}
+        assert [pairs for pairs, _ in steps] == [4, 4, 4, 8]
+        assert all(cost.seconds > cost.stalled >= 0 for _, cost in steps)
+        prefetch.switch.on = True
+        mx.eval(model(mx.array([[6]]), cache))
+        assert len(asked) == 5
+        assert model.store.stats().total.proposed > 0
+        model.set_expert_memory("60%")
+        assert prefetch.switch.told == ["reset"]
+        assert not prefetch.switch.on
+
+
+def test_a_call_that_fails_is_no_decode_step(wrapped):
+    def before(layer, expert, into):
+        if broken and layer == 5:
+            raise OSError(5, "Input/output error")
+
+    broken, prefetch = True, noted()
+    store = wrapped(before, prefetch=prefetch)
+    ask(store, 3, 0, 1, 2)
+    with pytest.raises(ExpertFileError):
+        ask(store, 5, 0, 1, 2)
+    broken = False
+    ask(store, 5, 0, 1, 2)
+    assert prefetch.switch.told == ["disturbed"]
+    ask(store, 3, 0, 1, 2)
+    ask(store, 5, 0, 1, 2)
+    assert [pairs for pairs, _ in prefetch.switch.told[1:]] == [3]
+
+
+def test_what_was_proposed_before_the_switch_went_off_is_entered(open_store, experts):
+    prefetch = noted()
+    store = open_store(4, prefetch=prefetch)
+    prefetch.switch.on = True
+    ask(store, 3, 4, 5, 6, ahead=mx.array([[0, 1, 2]], mx.uint32))
+    prefetch.switch.on = False
+    assert same_bits(ask(store, 5, 0, 1, 2), ask(experts.resident(), 5, 0, 1, 2))
+    stats = store.stats().layers[5]
+    assert (stats.prefetches, stats.prefetched_hits, stats.proposed) == (2, 2, 3)
+    assert bank_is_right(store, experts)
+
+
+@pytest.mark.parametrize("name", PREFETCHES)
+def test_a_complete_layer_stays_on_the_device(open_store, name):
+    store = open_store({3: E, 5: 4}, prefetch=prefetch_of(name))
+    store.preload([3])
+    assert store.partial() == (5,)
+    ask(store, 3, 0, 1, 2)
+    ask(store, 5, 0, 1, 2)
+    assert store.stats().layers[3].lookups == 0
+    store.resize(5, E)
+    store.preload()
+    assert store.stays_on_device
+
+
+def test_a_model_that_cannot_look_ahead_and_ranks_have_no_auto(monkeypatch):
+    with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch="auto") as model:
+        assert model.store.prefetch.name == "auto"
+        kind = type(model)
+    monkeypatch.setattr(kind, "CAN_LOOK_AHEAD", False)
+    with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch="auto") as model:
+        assert model.store.prefetch is None
 
 
 def test_a_replay_of_recorded_events_where_time_decides(tmp_path, wrapped):

@@ -28,7 +28,7 @@ from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate, slots_of
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo, TraceWriter
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.experts.helpers import C, K, random_experts, write_experts
+from tests.experts.helpers import C, K, prefetch_of, random_experts, write_experts
 from tests.experts.zipf import zipf_trace
 
 COUNTED = ["lookups", "hits", "misses", "evictions", "bytes_read", "prefetches"]
@@ -69,7 +69,7 @@ def same_counts(live, simulated):
 @pytest.mark.parametrize(("eviction", "memory", "prefetch"), pairwise(EVICTIONS, BUDGETS, PREFETCH))
 def test_live_is_simulated_on_the_bundled_model(tmp_path, eviction, memory, prefetch):
     random = np.random.default_rng(3)
-    options = {"eviction": eviction, "prefetch": prefetch}
+    options = {"eviction": eviction, "prefetch": prefetch_of(prefetch)}
     with load_model(BUNDLED_MODEL, expert_memory=memory, keep_all_ahead=True, **options) as model:
         with model.trace(tmp_path / "x"):
             cache = model.make_cache()
@@ -106,7 +106,7 @@ def test_live_is_simulated_on_a_skewed_router(tmp_path, many_experts, eviction, 
         num_experts=24, experts_per_token=K, layers=2, tokens=40, skew=1.2, prompt=20, seed=4
     )
     reader, random = make_reader("pread", many_experts.refs), np.random.default_rng(1)
-    options = {"eviction": eviction, "prefetch": prefetch}
+    options = {"eviction": eviction, "prefetch": prefetch_of(prefetch)}
     with StreamedStore(reader, slots, keep_all_ahead=True, **options) as store:
         with TraceWriter(tmp_path / "x", TraceInfo.of(store, experts_per_token=K)) as writer:
             store.events = writer
@@ -146,6 +146,76 @@ def test_live_is_simulated_when_the_budget_changes(tmp_path):
         live = model.store.stats().snapshot()
     trace = Trace.open(tmp_path / "x")
     assert same_counts(live, simulate(trace, trace.info.slots, recorded=True, **options))
+
+
+def guessed(trace, right, seed=0):
+    """Give `trace` guesses, each expert of which is right so often."""
+    random, K = np.random.default_rng(seed), trace.info.experts_per_token
+    for call, after in itertools.pairwise(trace.calls):
+        if len(call.ids) == 1 and after.layer == call.layer + 1:
+            wrong = random.permutation(np.setdiff1d(np.arange(trace.info.num_experts), after.ids))
+            chosen = random.permutation(after.ids[0])
+            call.guess = tuple(np.where(random.random(K) < right, chosen, wrong[:K]).tolist())
+    return trace
+
+
+def against_the_better(trace, budget, profile):
+    """Seconds of a token with ``auto`` by those of the better of ``none`` and ``ahead``."""
+    cost = profile.call_cost(len(trace.info.layers))
+    seconds = {
+        name: forecast(trace, simulate(trace, budget, prefetch=name, cost=cost), profile).seconds
+        for name in ("none", "ahead", "auto")
+    }
+    return seconds["auto"] / min(seconds["none"], seconds["ahead"])
+
+
+DISKS = [1, 3, 5, 7]  # GB/s
+BLOCK = 1_769_472  # bytes, of the 35B's experts in 4 bits
+
+
+@pytest.mark.parametrize("disk", [1, 7])
+def test_auto_is_nearly_as_good_as_the_better_of_both(disk):
+    """Looking ahead costs 22 % on the slow disk, and gains 7 % on the fast one."""
+    shape = {"num_experts": 32, "experts_per_token": 4, "layers": 4}
+    trace = guessed(zipf_trace(**shape, tokens=1000, skew=0.7, block_bytes=BLOCK), 0.75)
+    profile = Profile.of_disk(disk, BLOCK, token_seconds=4 * 0.4e-3)
+    assert against_the_better(trace, "25%", profile) < 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize("layer_seconds", [0.4e-3, 0.1e-3])
+@pytest.mark.parametrize("skew", [0.5, 1.0])
+def test_auto_is_nearly_as_good_on_the_shape_of_the_35b(disk, layer_seconds, skew):
+    shape = {"num_experts": 256, "experts_per_token": 8, "layers": 40}
+    trace = guessed(zipf_trace(**shape, tokens=600, skew=skew, block_bytes=BLOCK), 0.7)
+    profile = Profile.of_disk(disk, BLOCK, token_seconds=40 * layer_seconds)
+    assert against_the_better(trace, "25%", profile) < 1.02
+
+
+@pytest.fixture(scope="module")
+def own_text(tmp_path_factory):
+    """A trace of the bundled model that writes, with the guesses of all steps."""
+    from mlx_moeflux import load, stream_generate
+    from mlx_moeflux.generation.sampling import make_sampler
+
+    file = tmp_path_factory.mktemp("own") / "x"
+    mx.random.seed(5)
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%", prefetch="ahead")
+    with model, model.trace(file):
+        for prompt in ("def main(argv):", "class Reader:", "import os", "# sort a list"):
+            options = {"max_tokens": 300, "sampler": make_sampler(0.8)}
+            for _ in stream_generate(model, tokenizer, prompt, **options):
+                pass
+    return Trace.open(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize("layer_seconds", [0.4e-3, 0.1e-3])
+def test_auto_is_nearly_as_good_on_the_bundled_model(own_text, disk, layer_seconds):
+    profile = Profile.of_disk(disk, BLOCK, token_seconds=6 * layer_seconds)
+    assert against_the_better(own_text, "25%", profile) < 1.02
 
 
 def trace_of(*rows, num_experts=9, layer=0):
@@ -222,8 +292,9 @@ def test_budgets_are_those_of_loading():
         slots_of(trace, "auto")
     with pytest.raises(InputError, match="no eviction"):
         simulate(trace, "50%", eviction="mru")
-    with pytest.raises(InputError, match="no guesses to look ahead with"):
-        simulate(trace, "50%", prefetch="ahead")
+    for options in ({"prefetch": "ahead"}, {"prefetch": "auto", "cost": lambda *blocks: None}):
+        with pytest.raises(InputError, match="no guesses to look ahead with"):
+            simulate(trace, "50%", **options)
 
 
 def test_baselines_keep_what_they_say():
@@ -274,6 +345,10 @@ def test_forecast_by_hand(tmp_path):
     result = forecast(trace, ahead, Profile(0.0021, 0, (0.002, 0.003)))
     assert result.hidden == pytest.approx((0.002 + 0.0021) / 4)
     assert result.ahead == pytest.approx((0.006 - 0.0021) / 4)
+    cost = Profile(0.0021, 0, (0.002, 0.003)).call_cost(1)
+    costs = [cost(missed, early) for missed, early in zip(ahead.misses, ahead.ahead, strict=True)]
+    assert sum(c.seconds for c in costs) / 4 == pytest.approx(result.seconds)
+    assert sum(c.stalled for c in costs) / 4 == pytest.approx(result.demand + result.ahead)
     disk = Profile.of_disk(2, 2_000_000, token_seconds=0.01, latency=0)
     assert disk.reading(4) == pytest.approx(0.004)
 
