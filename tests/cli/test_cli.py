@@ -314,7 +314,8 @@ def test_policies_are_listed_and_selected_by_name(capsys):
         assert main(["generate", "-m", "6", "--expert-memory", "25%", "--stats", *choice]) == 0
         out, err = capsys.readouterr()
         texts.add(out)
-        assert ("read ahead" in err) == (choice[0] == "--prefetch")
+        assert ("read ahead" in err) == (choice[1] in ("last", "ahead"))
+        assert ("prefetch auto is off after" in err) == (choice[1] == "auto")
     assert len(texts) == 1
 
 

@@ -579,10 +579,8 @@ class StreamedStore(ExpertStore):
         if events is not None:
             events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         request = ExpertRequest.of(host, self.num_experts, state.tokens)
-        prefetch = self._prefetch
-        # What was proposed before the switch went off is still to be entered.
-        if prefetch is not None and (self._active is prefetch or state.proposal):
-            self._enter_ahead(state, request, prefetch)
+        if self._prefetch is not None:
+            self._enter_ahead(state, request, self._prefetch)
         self.eviction.touch(state.layer, request.experts, request.last, request.uses)
         return host, request
 
@@ -590,11 +588,11 @@ class StreamedStore(ExpertStore):
         self, state: StreamedLayer, request: ExpertRequest, prefetch: Prefetch
     ) -> None:
         """Enter prefetched blocks and notify the prefetcher of the request."""
-        needed = frozenset(request.needed)
-        state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self._events)
-        proposal = state.proposal
-        state.count(proposed=len(proposal), foreseen=len(proposal & needed))
-        state.proposal = frozenset()
+        if proposal := state.proposal:
+            needed = frozenset(request.needed)
+            state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self._events)
+            state.count(proposed=len(proposal), foreseen=len(proposal & needed))
+            state.proposal = frozenset()
         prefetch.requested(state.layer, request.experts, request.last)
 
     def _begin_wave(self, state: StreamedLayer, waves: WaveSchedule, wave: Wave) -> None:
@@ -635,7 +633,7 @@ class StreamedStore(ExpertStore):
         following = next_layer(self.layers, call.state.layer)
         if following is None:
             return
-        if guess and self._events is not None:
+        if self._events is not None and (guess or self._decode_steps is not None):
             self._events(Guess(following, guess))
         state = self._state(following)
         if state.reading_ahead:

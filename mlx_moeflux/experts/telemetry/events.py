@@ -7,8 +7,8 @@ the tokens need more experts than there are slots), in ascending expert ids: a :
 missing expert, and a :class:`ReadEnd` for each block that arrived, which may come behind the
 :class:`ReadStart` of the next two waves. A `ReadStart` without its `ReadEnd` is a read that
 failed or was interrupted. At the end, where there is a prefetcher, come one :class:`Guess` if it
-looks ahead, an :class:`Evict` for each victim in the next layer, and a :class:`PrefetchStart` for
-each block that is read ahead.
+looks ahead or has a switch that is on, an :class:`Evict` for each victim in the next layer, and a
+:class:`PrefetchStart` for each block that is read ahead.
 
 All events come from the thread that calls the store. A listener may raise; the call is then
 abandoned like an interrupted one. Without a listener no event is made.
@@ -79,7 +79,8 @@ class ReadEnd(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """Experts that `layer`, the next one, may be asked for, the likeliest first."""
+    """Experts that `layer`, the next one, may be asked for, the likeliest first; none from a
+    prefetcher with a switch that does not look ahead."""
 
     layer: int
     experts: tuple[int, ...]

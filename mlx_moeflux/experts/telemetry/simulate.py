@@ -88,8 +88,8 @@ def simulate(
         cost: What a call of a layer costs by the blocks that it has to read and those that were
             prefetched for it, such as
             :meth:`~mlx_moeflux.experts.telemetry.forecast.Profile.call_cost` of a machine; a
-            prefetcher with a switch then decides by it. Without it, it prefetches where the trace
-            has a guess, so that the trace of a run gives the hits of that run.
+            prefetcher with a switch then decides by it. Without it, such a prefetcher is on where
+            the trace has a guess, so that the trace of a run gives the hits of that run.
 
     Raises:
         InputError: The budget or a policy cannot be used.
@@ -109,6 +109,7 @@ def simulate(
     steps = None
     if isinstance(ahead, Switched) and cost is not None:
         steps = DecodeSteps(ahead.switch, lambda: clock.now, MOST_PAIRS)
+        steps.reset()
     result = Simulation(trace.info, name, slots, replay.counts)
     calls = zip(trace.calls, requests_of(trace), strict=True)
     if ahead is None and not recorded:
@@ -122,7 +123,10 @@ def simulate(
             result.ahead.append(len(replay.banks[layer].ahead))
             replay.commit_prefetch(ahead, layer, request, call.dropped if recorded else ())
         result.misses.append(replay.call(layer, request))
-        active = steps is None or steps.switch.on
+        if steps is not None:
+            active = steps.switch.on
+        else:
+            active = not isinstance(ahead, Switched) or call.guess is not None
         if ahead is not None and active and call.ids.size <= MOST_PAIRS:
             replay.read_ahead(ahead, layer, call.guess or ())
         if steps is not None and cost is not None:

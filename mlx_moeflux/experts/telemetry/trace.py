@@ -140,7 +140,8 @@ class Call:
     token: Tokens that the layer had seen before.
     nanoseconds: Since the beginning of the trace, when the ids were known.
     dropped: Experts that were being read ahead for this call and were given up.
-    guess: The experts of the next layer as guessed after this call, None without a look-ahead.
+    guess: The experts of the next layer as guessed after this call, None without a look-ahead and
+    while the prefetcher is switched off.
     prefetches: Those that were then read ahead.
     resized: (layer, slots) of what was resized after it.
     result: None if the recording ended within the call or had nothing to look up.

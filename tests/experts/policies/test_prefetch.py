@@ -444,7 +444,8 @@ def test_interrupted_at_any_event(experts, wrapped, kind):
 
 
 @pytest.mark.slow
-def test_interrupted_at_every_line(experts):
+@pytest.mark.parametrize("name", ["ahead", "auto"])
+def test_interrupted_at_every_line(experts, name):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
     folder, countdown = os.path.dirname(package.__file__), 0
 
@@ -461,7 +462,7 @@ def test_interrupted_at_every_line(experts):
     right = [two_layers(experts.resident(), seed) for seed in (0, 1)]
     lines, finished = 0, False
     reader = make_reader("pread", experts.refs)
-    with StreamedStore(reader, 4, threads=2, prefetch=LookAhead(None)) as store:
+    with StreamedStore(reader, 4, threads=2, prefetch=prefetch_of(name)) as store:
         while not finished:
             lines += 5
             countdown = lines

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
-from mlx_moeflux.experts.policies.prefetch import PREFETCHES
+from mlx_moeflux.experts.policies.prefetch import PREFETCHES, LastToken
 from mlx_moeflux.experts.telemetry.bounds import (
     Belady,
     compulsory,
@@ -28,7 +28,7 @@ from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate, slots_of
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo, TraceWriter
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.experts.helpers import C, K, prefetch_of, random_experts, write_experts
+from tests.experts.helpers import C, EveryOther, K, prefetch_of, random_experts, write_experts
 from tests.experts.zipf import zipf_trace
 
 COUNTED = ["lookups", "hits", "misses", "evictions", "bytes_read", "prefetches"]
@@ -146,6 +146,26 @@ def test_live_is_simulated_when_the_budget_changes(tmp_path):
         live = model.store.stats().snapshot()
     trace = Trace.open(tmp_path / "x")
     assert same_counts(live, simulate(trace, trace.info.slots, recorded=True, **options))
+
+
+def test_live_is_simulated_with_a_switch_of_ones_own(tmp_path):
+    """A prefetcher that does not look ahead; the replay is on where the run was."""
+    policy, random = LastToken(), np.random.default_rng(3)
+    policy.switch = EveryOther()
+    options = {"expert_memory": "25%", "eviction": "lfu", "keep_all_ahead": True}
+    with load_model(BUNDLED_MODEL, prefetch=policy, **options) as model:
+        with model.trace(tmp_path / "x"):
+            cache = model.make_cache()
+            for T in (9, *[1] * 8):
+                mx.eval(model(mx.array(random.integers(0, 4096, (1, T))), cache))
+        live = model.store.stats().snapshot()
+    trace = Trace.open(tmp_path / "x")
+    assert live.total.proposed > 0
+    assert {call.guess for call in trace} == {None, ()}
+    replayed = simulate(trace, "25%", eviction="lfu", prefetch=policy)
+    assert same_counts(live, replayed)
+    without = simulate(trace, "25%", eviction="lfu", prefetch="last")
+    assert without.total.proposed > replayed.total.proposed
 
 
 def guessed(trace, right, seed=0):
