@@ -307,7 +307,7 @@ def test_a_complete_layer_stays_on_the_device(open_store, name):
     assert store.stays_on_device
 
 
-def test_a_model_that_cannot_look_ahead_and_ranks_have_no_auto(monkeypatch):
+def test_a_model_that_cannot_look_ahead_has_no_auto(monkeypatch):
     with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch="auto") as model:
         assert model.store.prefetch.name == "auto"
         kind = type(model)
