@@ -51,17 +51,26 @@ _OUTER = MetalKernel(
 KERNELS = (_INNER, _OUTER)
 
 
+def inner_types(layout: ExpertLayout) -> dict[str, str]:
+    """The types of `block_inner`: those of gate and up, and of what a lane takes of both."""
+    gate, up = layout.inner.block, layout.up.block
+    return {"G": gate, "U": up, "L": f"{gate}::lanes" if gate == up else "lane_eights<8, 1, 1>"}
+
+
+def outer_types(layout: ExpertLayout) -> dict[str, str]:
+    """The type of `block_products`."""
+    return {"E": layout.down.block}
+
+
 @functools.lru_cache(maxsize=256)
 def inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> Launch:
     """x ``[N, C]``, slots ``[N, K]``, gate, up -> h ``[N * K, F]`` float32. dtype: Of x."""
     C, F, rows, groups = layout.C, layout.F, INNER_ROWS, INNER_SIMDGROUPS
     template = {"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F}
-    gate, up = layout.inner.block, layout.up.block
     template |= {"EXACT": dtype == mx.float32, **activation_template(layout.clamp)}
     grid = F // (rows * groups), N * K
     launch = launch_of(template, grid, 32 * groups, [(N * K, F)], mx.float32)
-    lanes = f"{gate}::lanes" if gate == up else "lane_eights<8, 1, 1>"
-    return _INNER.using(G=gate, U=up, L=lanes), launch
+    return _INNER.using(**inner_types(layout)), launch
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,4 +81,4 @@ def outer_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continue
     template = {"ROWS": rows, "K": K, "IN": F, "OUT": C, "CONTINUES": continues}
     template["EXACT"] = dtype == mx.float32
     launch = launch_of(template, (C // rows, N), 32 * K, [(N, C)], mx.float32)
-    return _OUTER.using(E=layout.down.block), launch
+    return _OUTER.using(**outer_types(layout)), launch

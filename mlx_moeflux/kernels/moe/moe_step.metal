@@ -1,7 +1,7 @@
 // A MoE block for a few tokens after its first matrices: each step does what the launches that it
 // replaces do, number by number.
 #include "matvec.metal"
-#include "expert_pairs.metal"
+#include "expert_blocks.metal"
 #include "router.metal"
 
 // Simdgroup 0 chooses the token's experts; everybody then knows the slots and weights. Threadgroups
@@ -33,80 +33,73 @@ inline void choose_slots(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// y = residual + the experts' sum + sigmoid(score) shared, `shared` as add_shared has it; ROWS rows
-// for a threadgroup. Simdgroup k < K computes expert k, simdgroup K the shared expert (SHARED).
-template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, bool SHARED,
-          bool SCORED, int INNER, int SHARED_BITS, int SHARED_GROUP, int SHARED_V, typename T,
-          typename W, typename S, typename X, typename Y>
-inline void moe_finish(
-    const device float* h,
-    const device uint* slots,
-    const device float* weights,
-    const device W* down,
-    const device S* scales,
-    const device S* biases,
-    const device T* residual,
-    const device T* gate,
-    const device T* up,
-    const device T* score,
-    const device X* w,
-    const device Y* shared_scales,
-    const device Y* shared_biases,
-    device T* y,
-    threadgroup float* products,
+// The shared expert's inner values into threadgroup memory, by all threads of K + 1 simdgroups.
+template <int K, int INNER, int BITS, int V, bool EXACT, typename T>
+inline void stage_shared(
     threadgroup float* values,
     threadgroup float* sums,
+    const device T* gate,
+    const device T* up,
+    uint index) {
+  stage<INNER, BITS, EXACT, V * per_word<BITS>(), SWIGLU>(
+      values, sums, gate, up, index, 32 * (K + 1));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// products[r] = row `row` + r of the shared expert, of what stage_shared left; as add_shared has it.
+template <int ROWS, int INNER, int BITS, int GROUP, int V, bool EXACT, typename X, typename Y>
+inline void shared_products(
+    const threadgroup float* values,
+    const threadgroup float* sums,
+    const device X* w,
+    const device Y* scales,
+    const device Y* biases,
+    threadgroup float* products,
+    uint row,
+    uint lane) {
+  const int N = V * per_word<BITS>();
+  float totals[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    totals[r] = 0.0f;
+  }
+  #pragma unroll
+  for (int step = 0; step < steps<INNER, N>(); ++step) {
+    const uint at = (step * 32 + lane) * N;
+    if (INNER % (32 * N) == 0 || at < INNER) {
+      slice<V, X, Y> rows[ROWS];
+      fetch_rows<ROWS, INNER, BITS, GROUP>(
+          rows, w + row * (INNER / per_word<BITS>()), scales + row * (INNER / GROUP),
+          biases + row * (INNER / GROUP), at);
+      float part[N];
+      take<N>(part, values, step, lane);
+      add_rows<ROWS, BITS, EXACT>(totals, rows, part, sums[step * 32 + lane]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    const float total = simd_sum(totals[r]);
+    if (lane == 0) {
+      products[r] = total;
+    }
+  }
+}
+
+// y = residual + the experts' sum + sigmoid(score) shared: row `row` + lane of ROWS, whose products
+// lie side by side, those of the shared expert (SHARED) behind those of all K.
+template <int ROWS, int K, bool SHARED, bool SCORED, typename T>
+inline void add_products(
+    const threadgroup float* products,
+    const device uint* slots,
+    const device T* residual,
+    const device T* score,
+    device T* y,
     uint num_slots,
     uint row,
-    uint simdgroup,
     uint lane) {
-  const int N = SHARED_V * per_word<SHARED_BITS>();
+  const float experts = sum_of_experts<ROWS, K>(products, slots, -0.0f, num_slots, lane);
   if (SHARED) {
-    stage<INNER, SHARED_BITS, EXACT, N, SWIGLU>(
-        values, sums, gate, up, simdgroup * 32 + lane, 32 * (K + 1));
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-  if (simdgroup < K) {
-    if (slots[simdgroup] < num_slots) {
-      outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false>(
-          h + simdgroup * IN, down, scales, biases, h, products + simdgroup * ROWS,
-          weights[simdgroup], slots[simdgroup], row, lane);
-    }
-  } else if (SHARED) {
-    float totals[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-      totals[r] = 0.0f;
-    }
-    #pragma unroll
-    for (int step = 0; step < steps<INNER, N>(); ++step) {
-      const uint at = (step * 32 + lane) * N;
-      if (INNER % (32 * N) == 0 || at < INNER) {
-        slice<SHARED_V, X, Y> rows[ROWS];
-        fetch_rows<ROWS, INNER, SHARED_BITS, SHARED_GROUP>(
-            rows, w + row * (INNER / per_word<SHARED_BITS>()),
-            shared_scales + row * (INNER / SHARED_GROUP),
-            shared_biases + row * (INNER / SHARED_GROUP), at);
-        float part[N];
-        take<N>(part, values, step, lane);
-        add_rows<ROWS, SHARED_BITS, EXACT>(totals, rows, part, sums[step * 32 + lane]);
-      }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      const float total = simd_sum(totals[r]);
-      if (lane == 0) {
-        products[K * ROWS + r] = total;
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (simdgroup == 0 && lane < ROWS) {
-    const float experts = sum_of_experts<ROWS, K>(products, slots, -0.0f, num_slots, lane);
-    if (SHARED) {
-      const float factor = SCORED ? sigmoid(float(score[0])) : 1.0f;
-      y[row + lane] =
-          T(float(residual[row + lane]) + experts + factor * products[K * ROWS + lane]);
-    } else {
-      y[row + lane] = T(float(residual[row + lane]) + experts);
-    }
+    const float factor = SCORED ? sigmoid(float(score[0])) : 1.0f;
+    y[row + lane] = T(float(residual[row + lane]) + experts + factor * products[K * ROWS + lane]);
+  } else {
+    y[row + lane] = T(float(residual[row + lane]) + experts);
   }
 }

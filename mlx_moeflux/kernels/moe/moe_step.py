@@ -30,7 +30,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import matvec, project
-from mlx_moeflux.kernels.linear.launch import launch_of
+from mlx_moeflux.kernels.linear.launch import Launch, launch_of
 from mlx_moeflux.kernels.linear.matvec import ENTRIES, joined_places, joined_stride
 from mlx_moeflux.kernels.linear.quantised import (
     ExpertLayout,
@@ -40,7 +40,13 @@ from mlx_moeflux.kernels.linear.quantised import (
     staged_floats,
 )
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.moe import add_shared, expert_mix, moe_combine, router
+from mlx_moeflux.kernels.moe import (
+    add_shared,
+    expert_blocks,
+    expert_mix,
+    moe_combine,
+    router,
+)
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
 from mlx_moeflux.kernels.moe.expert_pairs import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
 from mlx_moeflux.kernels.operation import Implementation, Operation
@@ -81,58 +87,90 @@ def moe_step(
     return steps.add_shared(x, y, gate, up, down, score=score[0] if score else None)
 
 
-_INNER = MetalKernel(
-    "moe_step_inner",
-    file="moe_step.metal",
-    inputs=("row", "table", *INNER_INPUTS),
-    # Behind the inner values of all pairs their slots, and then their weights: MLX takes several
-    # microseconds for every output.
-    outputs=("h",),
-    body="""
+def _inner_kernel(name: str, arrays: Sequence[str], rows: str) -> MetalKernel:
+    """rows: A call that computes ROWS inner values of a pair, with `arrays` in it."""
+    return MetalKernel(
+        name,
+        file="moe_step.metal",
+        inputs=("row", "table", *arrays),
+        # Behind the inner values of all pairs their slots, and then their weights: MLX takes
+        # several microseconds for every output.
+        outputs=("h",),
+        body=f"""
         threadgroup uint chosen[32];
         threadgroup float share[32];
-        const uint token = threadgroup_position_in_grid.y / K;
-        const uint rank = threadgroup_position_in_grid.y % K;
+        const uint pair = threadgroup_position_in_grid.y, token = pair / K, rank = pair % K;
+        const uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
         device float* weights = h + ulong(threadgroups_per_grid.y) * (OUT + 1);
         device uint* slots = (device uint*)(h + ulong(threadgroups_per_grid.y) * OUT);
         choose_slots<E, K, NORMALISE, TABLED>(
             row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K, chosen,
-            share, threadgroup_position_in_grid.x == 0 && rank == 0,
-            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-        inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false, 0, 0>(
-            row + token * STRIDE + NORMED, gate, gate_scales, gate_biases, up, up_scales,
-            up_biases, row, row, h + ulong(threadgroup_position_in_grid.y) * OUT, gate_shape[0],
-            chosen[rank],
-            (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
-            thread_index_in_simdgroup);
-    """,
-)
+            share, threadgroup_position_in_grid.x == 0 && rank == 0, simdgroup, lane);
+        {rows}(
+            row + token * STRIDE + NORMED, {", ".join(arrays)},
+            {"" if len(arrays) == 2 else "row, row, "}h + ulong(pair) * OUT, gate_shape[0],
+            chosen[rank], (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup) * ROWS, lane);
+        """,
+    )
 
-_FINISH = MetalKernel(
-    "moe_step_finish",
-    file="moe_step.metal",
-    inputs=(
-        *("h", "down", "scales", "biases", "residual", "row"),
-        *("w", "shared_scales", "shared_biases"),
-    ),
-    outputs=("y",),
-    body="""
+
+def _finish_kernel(name: str, arrays: Sequence[str], products: str) -> MetalKernel:
+    """products: A call that computes ROWS weighted products of a pair, with `arrays` in it."""
+    return MetalKernel(
+        name,
+        file="moe_step.metal",
+        inputs=("h", *arrays, "residual", "row", "w", "shared_scales", "shared_biases"),
+        outputs=("y",),
+        body=f"""
         threadgroup float products[(K + 1) * ROWS];
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
         const uint token = threadgroup_position_in_grid.y;
-        const device float* weights = h + ulong(threadgroups_per_grid.y) * K * (IN + 1);
+        const uint first = threadgroup_position_in_grid.x * ROWS;
+        const uint k = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+        const device float* weights =
+            h + ulong(threadgroups_per_grid.y) * K * (IN + 1) + token * K;
         const device uint* slots =
-            (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN);
-        moe_finish<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, SHARED, SCORED, INNER, SHARED_BITS,
-                   SHARED_GROUP, SHARED_V>(
-            h + token * K * IN, slots + token * K, weights + token * K, down, scales, biases,
-            residual + token * OUT, row + token * STRIDE + GATE, row + token * STRIDE + UP,
-            row + token * STRIDE + SCORE, w, shared_scales, shared_biases, y + token * OUT,
-            products, values, sums, down_shape[0], threadgroup_position_in_grid.x * ROWS,
-            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-    """,
+            (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN) + token * K;
+        if (SHARED) {{
+          stage_shared<K, INNER, SHARED_BITS, SHARED_V, EXACT>(
+              values, sums, row + token * STRIDE + GATE, row + token * STRIDE + UP, k * 32 + lane);
+        }}
+        if (k < K && slots[k] < down_shape[0]) {{
+          {products}(
+              h + (token * K + k) * IN, {", ".join(arrays)},
+              {"" if len(arrays) == 1 else "h, "}products + k * ROWS, weights[k], slots[k], first,
+              lane);
+        }}
+        if (SHARED && k == K) {{
+          shared_products<ROWS, INNER, SHARED_BITS, SHARED_GROUP, SHARED_V, EXACT>(
+              values, sums, w, shared_scales, shared_biases, products + K * ROWS, first, lane);
+        }}
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (k == 0 && lane < ROWS) {{
+          add_products<ROWS, K, SHARED, SCORED>(
+              products, slots, residual + token * OUT, row + token * STRIDE + SCORE,
+              y + token * OUT, down_shape[0], first, lane);
+        }}
+        """,
+    )
+
+
+_INNER = _inner_kernel(
+    "moe_step_inner", INNER_INPUTS, "inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false, 0, 0>"
 )
+_FINISH = _finish_kernel(
+    "moe_step_finish",
+    ("down", "scales", "biases"),
+    "outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false>",
+)
+_INNER_BLOCKS = _inner_kernel(
+    "moe_step_inner_blocks", ("gate", "up"), "block_inner<ROWS, IN, OUT, G, U, L, EXACT, 0, 0>"
+)
+_FINISH_BLOCKS = _finish_kernel(
+    "moe_step_finish_blocks", ("down",), "block_products<ROWS, IN, OUT, EXACT, E>"
+)
+KERNELS = (_INNER, _FINISH, _INNER_BLOCKS, _FINISH_BLOCKS)
 
 
 def moe_step_fused(
@@ -148,9 +186,10 @@ def moe_step_fused(
     row = matvec.project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
     slots = row if table is None else table
-    h = _INNER(row, slots, *gate, *up, **inner)[0]
-    shared = own if down is None else arrays_of(down)
-    return _FINISH(h, *own, x, row, *shared, **finish)[0]
+    h = inner[0](row, slots, *gate, *up, **inner[1])[0]
+    # Where there is no shared expert, any floats stand.
+    shared = (x, x, x) if down is None else arrays_of(down)
+    return finish[0](h, *own, x, row, *shared, **finish[1])[0]
 
 
 def _takes(
@@ -165,7 +204,7 @@ def _takes(
     return alike and tuple(len(weight.results) for weight in weights) in ENTRIES
 
 
-def _launches(x, weights, bank, k, normalise, table, down) -> tuple[dict[str, Any], dict[str, Any]]:
+def _launches(x, weights, bank, k, normalise, table, down) -> tuple[Launch, Launch]:
     """The launches behind the projections, for arguments of :func:`moe_step_fused`."""
     parts = tuple((matrix_of(w, x.shape[-1]), w.results) for w in weights)
     shared = described = None
@@ -190,17 +229,17 @@ def _launch(
     k: int,
     normalise: bool,
     threads: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Launch, Launch]:
     *leading, C = shape
     widths = [out for _, outs in parts for out in outs]
     E, N = widths[0], math.prod(leading)
     places, end = joined_places(parts, C)
     stride = joined_stride(end)
     _check(C, E, widths, layout, num_slots, shared, table, k)
-    matrix, outer = layout.inner, layout.down
-    if not layout.plain:
+    if not layout.plain and (not layout.in_blocks or layout.clamp):
         raise UnsupportedError(
-            "moe_step takes affine experts without biases and with silu(gate) up."
+            "moe_step takes affine experts and such in blocks, without biases and with silu(gate) "
+            "up."
         )
     if is_wide(layout):
         raise UnsupportedError(f"expert_mix takes experts of {C} in another order.")
@@ -208,14 +247,13 @@ def _launch(
     if used > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {k} experts.")
     F, exact = layout.F, dtype == mx.float32
+    inner, finish, of_inner, of_finish = _reading(layout)
     template = {"ROWS": INNER_ROWS, "SIMDGROUPS": INNER_SIMDGROUPS, "E": E, "K": k, "IN": C}
-    template |= {"OUT": F, "BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)}
-    template |= {"EXACT": exact, "NORMALISE": normalise, "TABLED": table is not None}
-    template |= {"STRIDE": stride, "NORMED": places[-1], "LOGITS": places[0]}
+    template |= {"OUT": F, "EXACT": exact, "NORMALISE": normalise, "TABLED": table is not None}
+    template |= {"STRIDE": stride, "NORMED": places[-1], "LOGITS": places[0], **of_inner}
     groups, threads_each = (F // (INNER_ROWS * INNER_SIMDGROUPS), N * k), 32 * INNER_SIMDGROUPS
-    inner = launch_of(template, groups, threads_each, [(N * k, F + 2)], mx.float32)
-    template = {"ROWS": OUTER_ROWS, "K": k, "IN": F, "OUT": C, "BITS": outer.bits}
-    template |= {"GROUP": outer.group, "V": outer.access(F, 16), "EXACT": exact}
+    first = inner, launch_of(template, groups, threads_each, [(N * k, F + 2)], mx.float32)
+    template = {"ROWS": OUTER_ROWS, "K": k, "IN": F, "OUT": C, "EXACT": exact, **of_finish}
     template |= {"SHARED": shared is not None, "SCORED": len(widths) == 4, "STRIDE": stride}
     template |= {"STAGED": 4, "SUMS": 1, "INNER": 32, "GATE": 0, "UP": 0, "SCORE": 0}
     template |= {"SHARED_BITS": 0, "SHARED_GROUP": 32, "SHARED_V": 4}
@@ -228,7 +266,21 @@ def _launch(
         template |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
         template |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
         template |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
-    return inner, launch_of(template, (C // OUTER_ROWS, N), used, [shape], dtype)
+    return first, (finish, launch_of(template, (C // OUTER_ROWS, N), used, [shape], dtype))
+
+
+def _reading(
+    layout: ExpertLayout,
+) -> tuple[MetalKernel, MetalKernel, dict[str, int], dict[str, int]]:
+    """The two kernels that read such experts, and their templates' entries for it."""
+    if layout.in_blocks:
+        inner = _INNER_BLOCKS.using(**expert_blocks.inner_types(layout))
+        return inner, _FINISH_BLOCKS.using(**expert_blocks.outer_types(layout)), {}, {}
+    entries = (
+        {"BITS": m.bits, "GROUP": m.group, "V": m.access(width, 16)}
+        for m, width in ((layout.inner, layout.C), (layout.down, layout.F))
+    )
+    return _INNER, _FINISH, *entries
 
 
 def _check(C, E, widths, layout, num_slots, shared, table, k) -> None:
@@ -278,9 +330,7 @@ MOE_STEP = Operation(
     name="moe_step",
     reference=moe_step,
     others={
-        "fused": Implementation(
-            moe_step_fused, kernels=(*matvec.joining(), _INNER, _FINISH), takes=_takes
-        )
+        "fused": Implementation(moe_step_fused, kernels=(*matvec.joining(), *KERNELS), takes=_takes)
     },
     size=slice(None, -1),
     shrunk=("x",),

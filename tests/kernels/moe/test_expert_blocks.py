@@ -205,11 +205,6 @@ def test_what_they_do_not_read():
         PAIRS(x[:, 1:], slots, weights, bank)
 
 
-def test_a_fused_block_leaves_them_alone():
-    """It reads plain experts alone."""
-    assert not call(SIZES[0])[3].layout.plain
-
-
 def test_a_text_holds_no_other_types():
     kernel = KERNELS["block_outer"]
     text = "".join(kernel.using(E="q8_0").metal_text())

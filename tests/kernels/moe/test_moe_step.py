@@ -12,12 +12,14 @@ from mlx_moeflux.kernels.linear.matvec import project_fused
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_step as module
 from mlx_moeflux.kernels.moe.add_shared import add_shared_fused
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
 from mlx_moeflux.kernels.moe.moe_step import MOE_STEP, moe_step, moe_step_fused
 from mlx_moeflux.kernels.moe.router import softmax_top_k_fused
 from tests.kernels.experts import dense, mix, random_array, random_bank, random_matrix
 from tests.kernels.harness import Case, emulated, error, float64
+from tests.kernels.metal.variant import plain_name
 
 EPS = 1e-5
 takes = MOE_STEP.others["fused"].takes
@@ -44,24 +46,40 @@ SIZES = [
     (2, 5, 33, 96, 32, 64, True, 0, 4, 32, mx.bfloat16, True, True),
     (2, 3, 9, 96, 40, 0, False, 0, 0, 32, mx.bfloat16, True, True, mx.float32),
     (1, 2, 9, 64, 32, 32, True, 4, 8, 32, mx.bfloat16, False, True, mx.float16),
+    # In blocks.
+    (2, 3, 9, 256, 256, 64, True, "q4_k", "q6_k", 32, mx.bfloat16, True, True),
+    (2, 2, 9, 96, 160, 0, False, "q5_0", "q8_0", 32, mx.float32, False, True),
+    (1, 3, 9, 512, 256, 96, True, "q3_k", "q2_k", 32, mx.float16, True, False),
+    (2, 2, 9, 256, 32, 32, False, "iq4_xs", "iq4_nl", 32, mx.bfloat16, True, True),
+    (1, 2, 9, 768, 512, 32, True, "q5_k", "q5_k", 32, mx.bfloat16, False, True),
+    (1, 2, 9, 288, 1024, 32, True, "q5_1", "q6_k", 32, mx.float32, False, True),
 ]
-# By default one of each dtype, and one of unquantised experts.
-CHOSEN = [
-    pytest.param(
-        sizes,
-        id="-".join(map(str, sizes[:10])),
-        marks=[pytest.mark.slow] * (i not in (0, 1, 2, 6)),
-    )
-    for i, sizes in enumerate(SIZES)
-]
+# By default one of each dtype, one of unquantised experts, and two in blocks; with the reference
+# all but most in blocks.
+CHOSEN, AGREEING = (
+    [
+        pytest.param(
+            sizes, id="-".join(map(str, sizes[:10])), marks=[pytest.mark.slow] * (i not in default)
+        )
+        for i, sizes in enumerate(SIZES)
+    ]
+    for default in ((0, 1, 2, 6, 8, 9), range(9))
+)
 
 
 def arguments(sizes):
     N, K, E, C, F, inner, scored, bits, down_bits, group, dtype, tabled, normalise, *other = sizes
     rng = np.random.default_rng(C + E)
     slots = E + 3 if tabled else E
-    numbers = {"bits": bits, "down": down_bits, "group": group}
-    bank = random_bank(slots=slots, C=C, F=F, dtype=(*other, dtype)[0], **numbers)
+    if isinstance(bits, str):
+        # It needs the `gguf` package.
+        from tests.kernels.linear.test_blocks import projection
+
+        shapes = (bits, F, C), (bits, F, C), (down_bits, C, F)
+        bank = ExpertBank(*(projection(mode, slots, *shape)[0] for mode, *shape in shapes))
+    else:
+        numbers = {"bits": bits, "down": down_bits, "group": group}
+        bank = random_bank(slots=slots, C=C, F=F, dtype=(*other, dtype)[0], **numbers)
     router = (E, 1) if scored else (E,)
 
     def matrix(rows: int, width: int, bits: int, outs: tuple[int, ...] = ()) -> Weight:
@@ -148,17 +166,18 @@ def launched(sizes, which):
 
     def watch(kernel):
         def call(*inputs, **launch):
-            seen[kernel.name] = inputs, kernel(*inputs, **launch)
-            return seen[kernel.name][1]
+            name = plain_name(kernel.name)
+            seen[name] = inputs, kernel(*inputs, **launch)
+            return seen[name][1]
 
         return call
 
-    saved = module._INNER, module._FINISH
-    module._INNER, module._FINISH = map(watch, saved)
+    laid_out = module._launches
+    module._launches = lambda *given: tuple((watch(k), how) for k, how in laid_out(*given))
     try:
         moe_step_fused(*args, **options)
     finally:
-        module._INNER, module._FINISH = saved
+        module._launches = laid_out
     return args, options, seen[which]
 
 
@@ -196,7 +215,7 @@ def case(sizes, which, pick) -> Case:
 
     def call():
         args, options = arguments(sizes)
-        if which == "moe_step_finish":
+        if which.startswith("moe_step_finish"):
             return [moe_step_fused(*args, **options)]
         N, K, F = sizes[0], sizes[1], sizes[4]
         (found,) = launched(sizes, which)[2][1]
@@ -213,6 +232,10 @@ FLOAT32 = [
     (2, 3, 9, 96, 64, 96, True, 4, 8, 32, mx.float32, True, True),
     (2, 4, 33, 64, 32, 0, False, 4, 4, 32, mx.float32, False, False),
 ]
+IN_BLOCKS = [
+    (2, 3, 9, 96, 64, 96, True, "q5_0", "q8_0", 32, mx.float32, True, True),
+    (2, 2, 9, 256, 256, 0, False, "q4_k", "q6_k", 32, mx.float32, False, False),
+]
 # Lanes that take two words at a time; for the last launch in two steps.
 WIDE = {
     "moe_step_inner": (2, 2, 9, 512, 32, 32, False, 4, 4, 32, mx.float32, True, False),
@@ -226,6 +249,10 @@ CASES = {
     "moe_step_finish": [
         case(sizes, "moe_step_finish", 3) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
     ],
+    "moe_step_inner_blocks": [
+        case(sizes, "moe_step_inner_blocks", pick) for sizes in IN_BLOCKS for pick in (0, 1, 2)
+    ],
+    "moe_step_finish_blocks": [case(sizes, "moe_step_finish_blocks", 3) for sizes in IN_BLOCKS],
 }
 EQUIVALENT = {
     "moe_step.metal": {
@@ -237,7 +264,7 @@ EQUIVALENT = {
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:10])))
+@pytest.mark.parametrize("sizes", AGREEING)
 def test_agrees_with_the_reference(sizes):
     if sizes[10] != mx.float32 and 0 in sizes[7:9] and mx.default_device() == mx.cpu:
         pytest.skip("stock MLX gathers floats in float32 alone on the CPU")
