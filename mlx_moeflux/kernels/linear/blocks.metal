@@ -10,7 +10,7 @@
 // WIDE in all, APART elements from each other. Neighbours are of one group, whose scale they share.
 template <int APART, int TOGETHER, int WIDE>
 struct lane_eights {
-  enum { COUNT = TOGETHER * WIDE };
+  enum { COUNT = TOGETHER * WIDE, NEIGHBOURS = WIDE };
   // Where the first of the unit-th such is in a row.
   static inline uint first(uint unit) {
     const uint runs = APART / (8 * WIDE);
@@ -27,9 +27,9 @@ inline uint ushort_at(const device uchar* p) {
   return *(const device ushort*)p;
 }
 
-// A number of less than 23 bits, without a conversion; see `number`.
-inline float small_number(uint bits) {
-  return as_type<float>(bits | 0x4b000000u) - 8388608.0f;
+// A number of less than 23 bits, minus `less`, without a conversion; see `number`.
+inline float small_number(uint bits, int less = 0) {
+  return as_type<float>(bits | 0x4b000000u) - float(8388608 + less);
 }
 
 // Bits 0 to 3, each in a byte of its own.
@@ -178,7 +178,7 @@ struct q3_k {
   }
   inline float scale(uint at) const {
     const uint bits = (fours >> at / 128 * 4 & 15) | (twos >> at / 64 * 2 & 3) << 4;
-    return half_of(head) * (small_number(bits) - 32.0f);
+    return half_of(head) * small_number(bits, 32);
   }
   inline float added(uint at) const { return 0.0f; }
 };
@@ -246,11 +246,12 @@ struct q6_k {
     high.fetch(block + 128 + at / 128 * 32 + at % 32);
   }
   inline uint word(int i, uint at) const {
-    return (low.word(i) >> at % 128 / 64 * 4 & 0x0f0f0f0fu)
-        | (high.word(i) >> at % 128 / 32 * 2 & 0x03030303u) << 4;
+    const int left = 4 - int(at % 128 / 32 * 2);
+    const uint two = at % 128 < 64 ? high.word(i) << left : high.word(i) >> -left;
+    return (low.word(i) >> at % 128 / 64 * 4 & 0x0f0f0f0fu) | (two & 0x30303030u);
   }
   inline float scale(uint at) const {
-    return half_of(head) * (small_number(factor ^ 128) - 128.0f);
+    return half_of(head) * small_number(factor ^ 128, 128);
   }
   inline float added(uint at) const { return 0.0f; }
 };
@@ -294,7 +295,7 @@ struct iq4_xs {
   inline float scale(uint at) const {
     const uint group = at / 32;
     const uint bits = (head.at[1] >> 4 * group & 15) | (head.at[0] >> (16 + 2 * group) & 3) << 4;
-    return half_of(head.at[0]) * (small_number(bits) - 32.0f);
+    return half_of(head.at[0]) * small_number(bits, 32);
   }
   inline float added(uint at) const { return 0.0f; }
 };

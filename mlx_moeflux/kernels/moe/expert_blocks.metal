@@ -17,8 +17,23 @@ inline void fetch_eights(thread E* to, const device uchar* w, uint at) {
   }
 }
 
-// acc[r] += this lane's part of row r times x, which take_eights took with the same EXACT; `sums` are
-// those of its eights of x. Numbers are read as add_rows of quantised.metal reads them.
+// Whether numbers are read as floats that are tiny (quantised.metal), and what sums of them are
+// multiplied with then.
+template <bool EXACT>
+inline constexpr bool tiny_eights() {
+#ifdef MOEFLUX_CUDA
+  return reads_tiny<8, EXACT>();
+#else
+  return false;
+#endif
+}
+template <bool EXACT>
+inline float unit_of() {
+  return tiny_eights<EXACT>() ? 562949953421312.0f : 1.0f;
+}
+
+// acc[r] += this lane's part of row r times x, over unit_of; x and sums are what take_eights took with
+// the same EXACT.
 template <int ROWS, typename L, bool EXACT, typename E>
 inline void add_eights(
     thread float* acc,
@@ -26,48 +41,69 @@ inline void add_eights(
     const thread float* x,
     const thread float* sums,
     uint at) {
-  const int ELEMENTS = E::ELEMENTS, ZERO = E::ZERO;
-  const bool ADDS = E::ADDS;
-  float zero = ZERO, unit = 1.0f;
-#ifdef MOEFLUX_CUDA
-  const bool TINY = reads_tiny<8, EXACT>();
-  if (TINY) {
-    zero = 0.0f;
-    unit = 562949953421312.0f;
-  }
-#endif
+  const int ELEMENTS = E::ELEMENTS, ZERO = E::ZERO, WIDE = L::NEIGHBOURS;
+  const bool ADDS = E::ADDS, TINY = tiny_eights<EXACT>();
   #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
+    float dot = 0.0f;
     #pragma unroll
     for (int i = 0; i < L::COUNT; ++i) {
       const thread E& own = rows[r * L::COUNT + i];
       const uint from = at % ELEMENTS | L::offset(i);
-      float dot = 0.0f;
+      if (i % WIDE == 0) {
+        dot = TINY && ZERO != 0 ? -ZERO * sums[i / WIDE] : 0.0f;
+      }
       #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        float q = number<8>(own.word(j / 4, from), j % 4, zero);
+        float q = number<8>(own.word(j / 4, from), j % 4, ZERO);
 #ifdef MOEFLUX_CUDA
         q = TINY ? bare_number<8>(own.word(j / 4, from), j % 4) : q;
 #endif
         dot = metal::fma(q, x[8 * i + j], dot);
       }
-      const float scale = own.scale(from);
-      acc[r] = metal::fma(scale * unit, dot, acc[r]);
-      if (ADDS || zero != ZERO) {
-        const float added = ADDS ? own.added(from) : -ZERO * scale;
-        acc[r] = metal::fma(added, sums[i], acc[r]);
+      if (i % WIDE == WIDE - 1) {
+        acc[r] = metal::fma(own.scale(from), dot, acc[r]);
+        if (ADDS) {
+          acc[r] = metal::fma(own.added(from), sums[i / WIDE], acc[r]);
+        }
       }
     }
   }
 }
 
-// A lane's eights of x, and the sum of each.
+// A lane's eights of x, and the sum of each group's over unit_of.
 template <typename L, bool EXACT, typename T>
 inline void take_eights(thread float* to, thread float* sums, const device T* x) {
+  const int WIDE = L::NEIGHBOURS;
   #pragma unroll
   for (int i = 0; i < L::COUNT; ++i) {
-    sums[i] = load_x<8, EXACT, 8>(to + 8 * i, x + L::offset(i));
+    const float sum = load_x<8, EXACT, 8>(to + 8 * i, x + L::offset(i)) / unit_of<EXACT>();
+    sums[i / WIDE] = i % WIDE == 0 ? sum : sums[i / WIDE] + sum;
   }
+}
+
+// The sums of N values of each of LANES neighbouring lanes; both are powers of two. Lane i < N has
+// that of value `which`.
+template <int N, int LANES>
+inline float folded(thread float* values, thread uint& which, uint lane) {
+  which = 0;
+  #pragma unroll
+  for (int n = N / 2; n > 0; n /= 2) {
+    const int mask = N / 2 / n;
+    const bool upper = lane & mask;
+    which += upper ? n : 0;
+    #pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float own = upper ? values[i + n] : values[i];
+      const float other = upper ? values[i] : values[i + n];
+      values[i] = own + simd_shuffle_xor(other, ushort(mask));
+    }
+  }
+  #pragma unroll
+  for (int mask = N; mask < LANES; mask *= 2) {
+    values[0] += simd_shuffle_xor(values[0], ushort(mask));
+  }
+  return values[0];
 }
 
 // h = activated(gate[slot] x, up[slot] x): ROWS rows from `row` on. An absent expert's, whose slot is
@@ -111,7 +147,8 @@ inline void block_inner(
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    const float first = simd_sum(sums_gate[r]), second = simd_sum(sums_up[r]);
+    const float first = simd_sum(sums_gate[r]) * unit_of<EXACT>();
+    const float second = simd_sum(sums_up[r]) * unit_of<EXACT>();
     if (lane == 0) {
       h[row + r] = activated<ALPHA, LIMIT>(first, second);
     }
@@ -121,10 +158,10 @@ inline void block_inner(
 // Lanes that share a row of so many units: a power of two.
 template <int UNITS>
 inline constexpr int lanes_of() {
-  return UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : 4;
+  return UNITS > 16 ? 32 : UNITS > 8 ? 16 : 8;
 }
 
-// products[r] = weight down[slot] h: ROWS rows, a multiple of 8, from `row` on.
+// products[r] = weight down[slot] h: ROWS rows, 4 or 8, from `row` on.
 template <int ROWS, int IN, int OUT, bool EXACT, typename E>
 inline void block_products(
     const device float* h,
@@ -156,13 +193,10 @@ inline void block_products(
       add_eights<OWN, L, EXACT>(acc, rows, part, sums, at);
     }
   }
-  for (int r = 0; r < OWN; ++r) {
-    for (int mask = 1; mask < LANES; mask *= 2) {
-      acc[r] += simd_shuffle_xor(acc[r], ushort(mask));
-    }
-    if (lane % LANES == 0) {
-      products[first + r * AT_ONCE] = weight * acc[r];
-    }
+  uint which;
+  const float total = folded<OWN, LANES>(acc, which, lane);
+  if (lane % LANES < OWN) {
+    products[first + which * AT_ONCE] = weight * (total * unit_of<EXACT>());
   }
 }
 

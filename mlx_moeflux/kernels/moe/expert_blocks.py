@@ -19,7 +19,7 @@ from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup. Widths are multiples of
 # 32, the smallest block.
-INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
+INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 4
 
 _INNER = MetalKernel(
     "block_inner",

@@ -44,11 +44,12 @@ from mlx_moeflux.kernels.moe import (
     add_shared,
     expert_blocks,
     expert_mix,
+    expert_pairs,
     moe_combine,
     router,
 )
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
-from mlx_moeflux.kernels.moe.expert_pairs import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
+from mlx_moeflux.kernels.moe.expert_pairs import is_wide
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
@@ -248,12 +249,13 @@ def _launch(
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {k} experts.")
     F, exact = layout.F, dtype == mx.float32
     inner, finish, of_inner, of_finish = _reading(layout)
-    template = {"ROWS": INNER_ROWS, "SIMDGROUPS": INNER_SIMDGROUPS, "E": E, "K": k, "IN": C}
-    template |= {"OUT": F, "EXACT": exact, "NORMALISE": normalise, "TABLED": table is not None}
-    template |= {"STRIDE": stride, "NORMED": places[-1], "LOGITS": places[0], **of_inner}
-    groups, threads_each = (F // (INNER_ROWS * INNER_SIMDGROUPS), N * k), 32 * INNER_SIMDGROUPS
-    first = inner, launch_of(template, groups, threads_each, [(N * k, F + 2)], mx.float32)
-    template = {"ROWS": OUTER_ROWS, "K": k, "IN": F, "OUT": C, "EXACT": exact, **of_finish}
+    rows, groups = of_inner["ROWS"], of_inner["SIMDGROUPS"]
+    template = {**of_inner, "E": E, "K": k, "IN": C, "OUT": F, "EXACT": exact}
+    template |= {"NORMALISE": normalise, "TABLED": table is not None, "STRIDE": stride}
+    template |= {"NORMED": places[-1], "LOGITS": places[0]}
+    blocks = F // (rows * groups), N * k
+    first = inner, launch_of(template, blocks, 32 * groups, [(N * k, F + 2)], mx.float32)
+    template = {**of_finish, "K": k, "IN": F, "OUT": C, "EXACT": exact}
     template |= {"SHARED": shared is not None, "SCORED": len(widths) == 4, "STRIDE": stride}
     template |= {"STAGED": 4, "SUMS": 1, "INNER": 32, "GATE": 0, "UP": 0, "SCORE": 0}
     template |= {"SHARED_BITS": 0, "SHARED_GROUP": 32, "SHARED_V": 4}
@@ -266,21 +268,27 @@ def _launch(
         template |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
         template |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
         template |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
-    return first, (finish, launch_of(template, (C // OUTER_ROWS, N), used, [shape], dtype))
+    blocks = C // of_finish["ROWS"], N
+    return first, (finish, launch_of(template, blocks, used, [shape], dtype))
 
 
 def _reading(
     layout: ExpertLayout,
 ) -> tuple[MetalKernel, MetalKernel, dict[str, int], dict[str, int]]:
-    """The two kernels that read such experts, and their templates' entries for it."""
+    """The two kernels that read such experts, and what their templates say of it."""
+    of = expert_blocks if layout.in_blocks else expert_pairs
+    of_inner = {"ROWS": of.INNER_ROWS, "SIMDGROUPS": of.INNER_SIMDGROUPS}
+    of_finish = {"ROWS": of.OUTER_ROWS}
     if layout.in_blocks:
         inner = _INNER_BLOCKS.using(**expert_blocks.inner_types(layout))
-        return inner, _FINISH_BLOCKS.using(**expert_blocks.outer_types(layout)), {}, {}
-    entries = (
-        {"BITS": m.bits, "GROUP": m.group, "V": m.access(width, 16)}
-        for m, width in ((layout.inner, layout.C), (layout.down, layout.F))
-    )
-    return _INNER, _FINISH, *entries
+        finish = _FINISH_BLOCKS.using(**expert_blocks.outer_types(layout))
+        return inner, finish, of_inner, of_finish
+    for entries, matrix, width in (
+        (of_inner, layout.inner, layout.C),
+        (of_finish, layout.down, layout.F),
+    ):
+        entries |= {"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(width, 16)}
+    return _INNER, _FINISH, of_inner, of_finish
 
 
 def _check(C, E, widths, layout, num_slots, shared, table, k) -> None:
