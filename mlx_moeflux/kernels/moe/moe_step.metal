@@ -33,20 +33,8 @@ inline void choose_slots(
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The shared expert's inner values into threadgroup memory, by all threads of K + 1 simdgroups.
-template <int K, int INNER, int BITS, int V, bool EXACT, typename T>
-inline void stage_shared(
-    threadgroup float* values,
-    threadgroup float* sums,
-    const device T* gate,
-    const device T* up,
-    uint index) {
-  stage<INNER, BITS, EXACT, V * per_word<BITS>(), SWIGLU>(
-      values, sums, gate, up, index, 32 * (K + 1));
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// products[r] = row `row` + r of the shared expert, of what stage_shared left; as add_shared has it.
+// products[r] = row `row` + r of the shared expert, whose inner values are staged; as add_shared has
+// it.
 template <int ROWS, int INNER, int BITS, int GROUP, int V, bool EXACT, typename X, typename Y>
 inline void shared_products(
     const threadgroup float* values,
@@ -86,7 +74,7 @@ inline void shared_products(
 // y = residual + the experts' sum + sigmoid(score) shared: row `row` + lane of ROWS, whose products
 // lie side by side, those of the shared expert (SHARED) behind those of all K.
 template <int ROWS, int K, bool SHARED, bool SCORED, typename T>
-inline void add_products(
+inline void finish_rows(
     const threadgroup float* products,
     const device uint* slots,
     const device T* residual,

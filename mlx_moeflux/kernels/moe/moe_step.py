@@ -134,8 +134,10 @@ def _finish_kernel(name: str, arrays: Sequence[str], products: str) -> MetalKern
         const device uint* slots =
             (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN) + token * K;
         if (SHARED) {{
-          stage_shared<K, INNER, SHARED_BITS, SHARED_V, EXACT>(
-              values, sums, row + token * STRIDE + GATE, row + token * STRIDE + UP, k * 32 + lane);
+          stage<INNER, SHARED_BITS, EXACT, SHARED_V * per_word<SHARED_BITS>(), SWIGLU>(
+              values, sums, row + token * STRIDE + GATE, row + token * STRIDE + UP, k * 32 + lane,
+              32 * (K + 1));
+          threadgroup_barrier(mem_flags::mem_threadgroup);
         }}
         if (k < K && slots[k] < down_shape[0]) {{
           {products}(
@@ -149,7 +151,7 @@ def _finish_kernel(name: str, arrays: Sequence[str], products: str) -> MetalKern
         }}
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (k == 0 && lane < ROWS) {{
-          add_products<ROWS, K, SHARED, SCORED>(
+          finish_rows<ROWS, K, SHARED, SCORED>(
               products, slots, residual + token * OUT, row + token * STRIDE + SCORE,
               y + token * OUT, down_shape[0], first, lane);
         }}
