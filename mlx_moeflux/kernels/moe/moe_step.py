@@ -6,9 +6,10 @@
 Shapes:
     x: ``[..., C]``, N rows; weights: what :func:`~mlx_moeflux.kernels.linear.project.project`
     takes: the router's logits ``[E]`` first; with a shared expert also its score ``[1]``, unless
-    its factor is 1, and its first two products ``[F]``. norm: ``[C]``; bank: the experts by slot;
-    table: expert -> slot, ``[E]`` or more uint32, or None (expert e is in slot e); down: the shared
-    expert's last matrix ``[C, F]``, or None. returns: like x.
+    its factor is 1, and its first two products ``[F]``. norm: ``[C]``; bank: the experts by slot,
+    affine, floats or in ggml's blocks; table: expert -> slot, ``[E]`` or more uint32, or None
+    (expert e is in slot e); down: the shared expert's last matrix ``[C, F]``, or None.
+    returns: like x.
 
 Composed it is eight launches, fused it is three, with the same bits. They compute the projections
 and the norm as one array; the choice of experts (each threadgroup for itself) and their inner
