@@ -15,8 +15,8 @@ from tests.kernels.harness import emulated, require, scratch_kernel
 from tests.kernels.metal import cuda, lint
 
 # On Metal MLX builds and hashes the text at each call that it does not trace (4 KB: some 2 us); on
-# NVIDIA it lies in files. The longest is two launches in one: what reads experts in blocks, and what
-# adds the shared one.
+# NVIDIA it lies in files. The longest is two launches in one: it reads experts in blocks, and adds
+# the shared one.
 MOST_BYTES = 15_000
 FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).rglob("*.metal"))
 NAMES = sorted(kernels())
