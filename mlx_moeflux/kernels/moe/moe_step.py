@@ -140,13 +140,14 @@ def _finish_kernel(name: str, arrays: Sequence[str], products: str) -> MetalKern
               32 * (K + 1));
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }}
-        if (k < K && slots[k] < down_shape[0]) {{
-          {products}(
-              h + (token * K + k) * IN, {", ".join(arrays)},
-              {"" if len(arrays) == 1 else "h, "}products + k * ROWS, weights[k], slots[k], first,
-              lane);
-        }}
-        if (SHARED && k == K) {{
+        if (k < K) {{
+          if (slots[k] < down_shape[0]) {{
+            {products}(
+                h + (token * K + k) * IN, {", ".join(arrays)},
+                {"" if len(arrays) == 1 else "h, "}products + k * ROWS, weights[k], slots[k],
+                first, lane);
+          }}
+        }} else if (SHARED) {{
           shared_products<ROWS, INNER, SHARED_BITS, SHARED_GROUP, SHARED_V, EXACT>(
               values, sums, w, shared_scales, shared_biases, products + K * ROWS, first, lane);
         }}

@@ -245,6 +245,8 @@ EQUIVALENT = {
     "blocks.metal": {
         "in_table: off by one < -> <=": "a shift by 32 or more, which adds nothing here",
         "in_table: off by one < -> + 1 <": STEP,
+        "q6_k: off by one < -> <=": "a shift by nothing",
+        "q6_k: off by one < -> + 1 <": STEP,
     },
     "expert_blocks.metal": {
         "add_eights: swapped arguments 1 and 2 of metal::fma": COMMUTES,
@@ -253,7 +255,7 @@ EQUIVALENT = {
         "take_eights: swapped parameters 1 and 2 of load_x": "Metal's factors are 1",
         "lanes_of: off by one > -> >=": IDLE,
         "lanes_of: off by one > -> >= (2)": IDLE,
-        "lanes_of: off by one > -> >= (3)": IDLE,
+        "block_products: off by one < -> <= (4)": "lane N has the sum of value 0 too",
     },
 }
 CASES = {

@@ -257,8 +257,9 @@ CASES = {
 EQUIVALENT = {
     "moe_step.metal": {
         "moe_step_inner: swapped parameters 8 and 9 of inner_rows": "both are 0",
-        "moe_finish: off by one < -> <= (2)": "no slot has that number",
-        "moe_finish: off by one < -> + 1 < (5)": "whole steps",
+        "moe_step_finish: off by one < -> <= (2)": "no slot has that number",
+        "moe_step_finish_blocks: off by one < -> <= (2)": "no slot has that number",
+        "shared_products: off by one < -> + 1 < (3)": "whole steps",
     }
 }
 
