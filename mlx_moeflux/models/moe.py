@@ -264,10 +264,9 @@ class SparseMoeBlock(Module):
             real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
-        ahead = None
-        looks = self._lookahead is not None and self._store.looks_ahead
-        if looks and ids.size <= MOST_PAIRS:
-            ahead = self._lookahead(x.reshape(post.shape), ids)
+        ahead, guess = None, self._lookahead if self._store.looks_ahead else None
+        if guess is not None and ids.size <= MOST_PAIRS:
+            ahead = guess(x.reshape(post.shape), ids)
         if self._recorder is not None:
             self._recorder.note(
                 h_post=post.reshape(x.shape), router_logits=logits, ids=ids, weights=weights
