@@ -5,7 +5,7 @@ The calling thread takes no lock here, for the reason that :mod:`.read_threads` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -15,7 +15,7 @@ from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import Piece
 from mlx_moeflux.experts.io.file_readers import FileReader
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.experts.io.read_threads import Batch, Carried, ReadThreads
+from mlx_moeflux.experts.io.read_threads import Carried, ReadThreads
 from mlx_moeflux.experts.io.readers import Reader, fetched_bytes
 from mlx_moeflux.kernels.runtime import device
 
@@ -210,11 +210,11 @@ class Fetch:
             with suppress(Empty):
                 self._all_begun.get(timeout=self._threads.begin_seconds)
 
-    def run(self, waiting: SimpleQueue[Batch | None], threads: int) -> None:
+    def run(self, wake: Callable[[], None], threads: int) -> None:
         """Take reads until none is left; each of the pool's threads calls this."""
         for i in self._left:
             if i + 1 < min(threads, len(self._jobs)):
-                waiting.put(self)  # wakes the next thread
+                wake()
             self._begun.append(i)
             if 0 < self._awaited <= len(self._begun):
                 self._all_begun.put(None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -16,36 +18,41 @@ from typing import Protocol
 class Batch(Protocol):
     """Work that several threads share."""
 
-    def run(self, waiting: SimpleQueue[Batch | None], threads: int) -> None:
-        """Work until nothing is left; put the batch into `waiting` to wake another thread of
-        `threads`. It raises nothing."""
+    def run(self, wake: Callable[[], None], threads: int) -> None:
+        """Work until nothing is left to take; call `wake` to let another one of `threads` help. It
+        raises nothing."""
         ...
 
 
 class ReadThreads:
-    """A fixed number of threads. They end with :meth:`close` or with this object."""
+    """A fixed number of threads, which take the parts of the oldest batch first. They end with
+    :meth:`close` or with this object."""
 
     def __init__(self, count: int):
-        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
-        self._busy: list[None] = []  # an entry for each thread that works on a batch
-        shared = self._batches, self._busy, count
+        # Batches that may have something left to take, the oldest first.
+        self._batches: list[Batch] = []
+        # An entry wakes a thread; True ends it.
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._busy: list[None] = []  # an entry for each thread that works
+        shared = self._batches, self._wake, self._busy, count
         self._threads = [
             threading.Thread(target=_work, args=shared, name=f"moeflux-read-{i}", daemon=True)
             for i in range(count)
         ]
         self.count = count
-        self._end = weakref.finalize(self, _end, self._batches, count)
+        self._end = weakref.finalize(self, _end, self._wake, count)
         for thread in self._threads:
             thread.start()
 
     def submit(self, batch: Batch) -> None:
         """Let one idle thread begin with `batch`; it wakes the next one."""
-        self._batches.put(batch)
+        self._batches.append(batch)
+        self._wake.put(False)
 
     @property
     def idle(self) -> int:
         """Number of threads that have no work."""
-        return self.count - len(self._busy) if self._batches.empty() else 0
+        return self.count - len(self._busy)
 
     def close(self) -> None:
         """Wait for the reads and end the threads."""
@@ -54,17 +61,25 @@ class ReadThreads:
             thread.join()
 
 
-def _work(batches: SimpleQueue[Batch | None], busy: list[None], count: int) -> None:
-    while (batch := batches.get()) is not None:
+def _work(batches: list[Batch], wake: SimpleQueue[bool], busy: list[None], count: int) -> None:
+    def wake_another() -> None:
+        wake.put(False)
+
+    ended = False
+    while not ended:
+        ended = wake.get()
         busy.append(None)
-        batch.run(batches, count)
+        # A batch stays no longer than it has parts: it keeps its bank alive.
+        while oldest := batches[:1]:
+            oldest[0].run(wake_another, count)
+            with suppress(ValueError):  # another thread was first
+                batches.remove(oldest[0])
         busy.pop()
-        del batch  # or the last batch's bank would live until the next one comes
 
 
-def _end(batches: SimpleQueue[Batch | None], count: int) -> None:
+def _end(wake: SimpleQueue[bool], count: int) -> None:
     for _ in range(count):
-        batches.put(None)
+        wake.put(True)
 
 
 class Carried:

@@ -6,10 +6,9 @@ Threads of the table read rows into ordinary memory. MLX is used in the calling 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from queue import SimpleQueue
 from time import perf_counter
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from mlx_moeflux.checks import check_integer
 from mlx_moeflux.errors import CheckpointError, InputError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.open_files import OpenFiles
-from mlx_moeflux.experts.io.read_threads import Batch, Carried, ReadThreads
+from mlx_moeflux.experts.io.read_threads import Carried, ReadThreads
 from mlx_moeflux.experts.io.row_cache import ROW_MEMORY, RowCache, kept_rows, row_memory_bytes
 
 Shard = Mapping[str, TensorRef]
@@ -279,11 +278,11 @@ class PendingRows:
         self._left, self._unfinished = iter(range(len(self._jobs))), len(self._jobs)
         self._under_way.acquire()
 
-    def run(self, waiting: SimpleQueue[Batch | None], threads: int) -> None:
+    def run(self, wake: Callable[[], None], threads: int) -> None:
         """See :meth:`Batch.run`."""
         for i in self._left:
             if i + 1 < min(threads, len(self._jobs)):
-                waiting.put(self)
+                wake()
             with Carried() as carried:
                 self._read(self._jobs[i])
             self._finish(carried.error)

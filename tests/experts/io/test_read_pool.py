@@ -8,6 +8,8 @@ from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.read_pool import Fetch, ReadPool, Target
 from tests.experts.conftest import BOTH_READ
 
+SEVERAL = range(5), range(5, 7), range(7, 11)
+
 
 class Held:
     """A reader of blocks of one byte."""
@@ -88,3 +90,18 @@ def test_small_blocks_are_read_by_the_caller(threads, small_blocks):
     assert (reader.threads == {threading.get_ident()}) == (read_pool.SMALL_BYTES > 0)
     assert sorted(reader.begun) == [0, 1, 2, 3]
     assert [a.expert for a in batch.arrivals()] == [0, 1, 2, 3]
+
+
+def test_the_oldest_batch_is_read_first(threads):
+    """All of its reads begin before any of a later batch, whichever thread ends first."""
+    reader = Held()
+    batches = [Fetch(threads, reader, 0, [Target(e, e) for e in some]) for some in SEVERAL]
+    for batch in batches:
+        batch.start()
+    while len(reader.begun) < threads.count:
+        pass
+    reader.go.set()
+    assert [batch.wait() for batch in batches] == [None] * len(batches)
+    assert sorted(reader.begun[:5]) == [0, 1, 2, 3, 4]
+    assert set(reader.begun[5:7]) == {5, 6}
+    assert sorted(reader.begun[7:]) == [7, 8, 9, 10]
