@@ -107,7 +107,7 @@ def library() -> ctypes.CDLL | None:
         None,
         (
             *(c_void_p, c_void_p, POINTER(_Layer), c_int64, c_char_p),
-            *(POINTER(_Outcome), c_int),
+            *(POINTER(_Outcome), c_int, c_int),
         ),
     )
     found.batch_abandon.argtypes = c_void_p, c_void_p
@@ -268,7 +268,7 @@ class NativeFetch:
         blocks = struct.pack(f"{2 * count}q", *chain.from_iterable(self.blocks))
         pool.library.batch_begin(
             *(pool.handle, self._batch, place.layer, count, blocks),
-            *(self._outcomes, not self.in_caller),
+            *(self._outcomes, urgent, not self.in_caller),
         )
         if self.in_caller:
             self._wait()

@@ -69,7 +69,7 @@ typedef struct {
 } Hand;
 
 /* Blocks that are read together. count, ended: parts in all, and those that have ended. begun: when,
-   in nanoseconds. */
+   in nanoseconds. urgent: its parts are read before those of other batches. */
 typedef struct Batch Batch;
 
 /* Consecutive bytes of a file and the pieces of memory that they go to. from: where they are in the
@@ -87,6 +87,7 @@ struct Batch {
   const Layer *layer;
   Outcome *outcomes;
   int64_t count, ended, block_bytes, begun;
+  int urgent;
   Part parts[];
 };
 
@@ -367,10 +368,12 @@ static void read_part(Hand *hand, Part *part) {
   pthread_mutex_unlock(&pool->lock);
 }
 
-/* Take the next part; the lock is held. */
-static Part *take(Pool *pool) {
-  Part *part = pool->first;
-  if (part && !(pool->first = part->following)) pool->end = &pool->first;
+/* Take the next part, of `batch` unless that is NULL; the lock is held. */
+static Part *take(Pool *pool, const Batch *batch) {
+  Part **at = &pool->first;
+  while (*at && batch && (*at)->batch != batch) at = &(*at)->following;
+  Part *part = *at;
+  if (part && !(*at = part->following)) pool->end = at;
   return part;
 }
 
@@ -380,7 +383,7 @@ static void *work(void *argument) {
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     while (!pool->first && !pool->closing) pthread_cond_wait(&pool->work, &pool->lock);
-    Part *part = take(pool);
+    Part *part = take(pool, NULL);
     if (!part) break;
     if (pool->first) pthread_cond_signal(&pool->work); /* each thread wakes the next */
     pthread_mutex_unlock(&pool->lock);
@@ -473,21 +476,25 @@ int64_t batch_bytes(const Pool *pool, const Layer *layer, int64_t count) {
 }
 
 /* Begin to read `count` blocks, at least one: an expert and its slot each. batch: memory of
-   batch_bytes; it and `outcomes` live until all has ended. wake: let threads read; otherwise
-   batch_wait does. */
+   batch_bytes; it and `outcomes` live until all has ended. urgent: before batches that are not.
+   wake: let threads read; otherwise batch_wait does. */
 void batch_begin(Pool *pool, Batch *batch, const Layer *layer, int64_t count,
-                 const int64_t (*blocks)[2], Outcome *outcomes, int wake) {
+                 const int64_t (*blocks)[2], Outcome *outcomes, int urgent, int wake) {
   *batch = (Batch){.layer = layer, .outcomes = outcomes, .block_bytes = block_bytes(layer),
-                   .begun = now(CLOCK_MONOTONIC)};
+                   .begun = now(CLOCK_MONOTONIC), .urgent = urgent};
   for (int64_t i = 0, step = step_of(pool, layer, count); i < count; i++) {
     if (layer->checksums && layer->where[0] >= 0) outcomes[i].rest = layer->checksums[blocks[i][0]];
     cut(batch, layer, i, blocks[i][0], blocks[i][1], step);
   }
   pthread_mutex_lock(&pool->lock);
+  Part **at = urgent ? &pool->first : pool->end;
+  while (*at && (*at)->batch->urgent) at = &(*at)->following;
+  Part *rest = *at;
   for (int64_t i = 0; i < batch->count; i++) {
-    *pool->end = &batch->parts[i];
-    pool->end = &batch->parts[i].following;
+    *at = &batch->parts[i];
+    at = &batch->parts[i].following;
   }
+  if (!(*at = rest)) pool->end = at;
   if (wake) pthread_cond_signal(&pool->work);
   pthread_mutex_unlock(&pool->lock);
 }
@@ -528,13 +535,13 @@ static void check_files(Batch *batch) {
   }
 }
 
-/* Read one part if one is left, of any batch, else wait, at most `nanoseconds`. Return 1 once all
-   of `batch` have ended. */
+/* Read one part of `batch` if one is left, else wait, at most `nanoseconds`. Return 1 once all have
+   ended. */
 int batch_wait(Pool *pool, Batch *batch, int64_t nanoseconds) {
   nanoseconds += now(CLOCK_REALTIME);
   struct timespec until = {nanoseconds / SECOND, nanoseconds % SECOND};
   pthread_mutex_lock(&pool->lock);
-  Part *part = batch->ended < batch->count ? take(pool) : NULL;
+  Part *part = take(pool, batch);
   if (part) {
     pthread_mutex_unlock(&pool->lock);
     read_part(&pool->hands[pool->count], part);

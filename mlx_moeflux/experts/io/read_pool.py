@@ -61,7 +61,8 @@ class BlockFetch(Protocol):
         ...
 
     def start(self, *, urgent: bool = False) -> None:
-        """Begin all reads. urgent: The caller is about to wait for them."""
+        """Begin all reads. urgent: The caller is about to wait for them; they come before those of
+        other batches."""
         ...
 
     def wait(self) -> BaseException | None:
@@ -205,7 +206,7 @@ class Fetch:
             return
         self._awaited = min(self._threads.idle, len(self._jobs)) if urgent else 0
         self.in_caller = False
-        self._threads.submit(self)
+        self._threads.submit(self, urgent=urgent)
         if self._awaited:
             with suppress(Empty):
                 self._all_begun.get(timeout=self._threads.begin_seconds)

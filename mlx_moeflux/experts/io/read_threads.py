@@ -25,12 +25,12 @@ class Batch(Protocol):
 
 
 class ReadThreads:
-    """A fixed number of threads, which take the parts of the oldest batch first. They end with
-    :meth:`close` or with this object."""
+    """A fixed number of threads, which take the parts of the oldest batch first, and of urgent ones
+    before others. They end with :meth:`close` or with this object."""
 
     def __init__(self, count: int):
-        # Batches that may have something left to take, the oldest first.
-        self._batches: list[Batch] = []
+        # Batches that may have something left to take, urgent ones and others, the oldest first.
+        self._batches: tuple[list[Batch], list[Batch]] = [], []
         # An entry wakes a thread; True ends it.
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._busy: list[None] = []  # an entry for each thread that works
@@ -44,9 +44,9 @@ class ReadThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, batch: Batch) -> None:
+    def submit(self, batch: Batch, *, urgent: bool = False) -> None:
         """Let one idle thread begin with `batch`; it wakes the next one."""
-        self._batches.append(batch)
+        self._batches[not urgent].append(batch)
         self._wake.put(False)
 
     @property
@@ -61,7 +61,12 @@ class ReadThreads:
             thread.join()
 
 
-def _work(batches: list[Batch], wake: SimpleQueue[bool], busy: list[None], count: int) -> None:
+def _work(
+    batches: tuple[list[Batch], list[Batch]],
+    wake: SimpleQueue[bool],
+    busy: list[None],
+    count: int,
+) -> None:
     def wake_another() -> None:
         wake.put(False)
 
@@ -70,10 +75,12 @@ def _work(batches: list[Batch], wake: SimpleQueue[bool], busy: list[None], count
         ended = wake.get()
         busy.append(None)
         # A batch stays no longer than it has parts: it keeps its bank alive.
-        while oldest := batches[:1]:
+        urgent, others = batches
+        while oldest := urgent[:1] or others[:1]:
             oldest[0].run(wake_another, count)
-            with suppress(ValueError):  # another thread was first
-                batches.remove(oldest[0])
+            for each in batches:
+                with suppress(ValueError):  # another thread was first
+                    each.remove(oldest[0])
         busy.pop()
 
 
