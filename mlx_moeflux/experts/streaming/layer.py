@@ -20,6 +20,7 @@ import numpy as np
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool
 from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims
+from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, begin_early
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.slots import SlotTable
 from mlx_moeflux.experts.telemetry.events import (
@@ -115,6 +116,10 @@ class StreamedLayer:
         # not yet used.
         self._ahead: list[BlockFetch] = []
         self._fresh: set[int] = set()
+        # Waves of the next call that began before it, the oldest first. Until they and the reads
+        # behind them have ended, no read of this layer is urgent, so that they stay in order.
+        self._early: deque[tuple[Wave, BlockFetch]] = deque()
+        self._in_order = False
         self.proposal: frozenset[int] = frozenset()
         self._readers_of_bank: list[PendingOutput] = []
         self._device_table: mx.array | None = None
@@ -251,13 +256,14 @@ class StreamedLayer:
         fetch = self._pool.fetch(self.layer, self.bank.current, blocks)
         self._fetches.append(fetch)
         start = perf_counter()
-        fetch.start(urgent=True)
+        self._in_order = self._in_order and (bool(self._early) or len(self._fetches) > 1)
+        fetch.start(urgent=not self._in_order)
         if fetch.in_caller:
             self.stats.stall_seconds += perf_counter() - start
 
     def fill(self, events: EventHook | None) -> None:
         """Read the experts of lowest ids into free slots."""
-        self.commit_prefetch((), wait=True, events=events)
+        self.settle(events)
         absent = missing_of(self.table, range(self.table.num_experts))[: self.table.free]
         self.read_now(absent, (), events)
 
@@ -297,6 +303,67 @@ class StreamedLayer:
         if error is not None:
             raise error
         self._fetches.popleft()
+
+    @property
+    def early(self) -> list[Wave]:
+        """The waves of the next call that have begun, the oldest first."""
+        return [wave for wave, _ in self._early]
+
+    def begin_early(self, wave_reads: int, events: EventHook | None) -> None:
+        """Begin the first waves of the next call, as if it needed every expert.
+
+        wave_reads: Blocks that a wave reads at most.
+        """
+        waves = WaveSchedule(self.table, range(self.table.num_experts), wave_reads)
+
+        def begin(wave: Wave) -> None:
+            slots = self.make_room(len(wave.missing), waves.protected, events)
+            blocks = list(zip(wave.missing, slots, strict=True))
+            if events is not None:
+                for block in blocks:
+                    events(PrefetchStart(self.layer, *block))
+            fetch = self._pool.fetch(self.layer, self.bank.current, blocks)
+            self._early.append((wave, fetch))
+            self._in_order = True
+            self._fresh.update(wave.missing)
+            fetch.start()
+
+        with self.change:
+            begin_early(waves, begin)
+
+    def finish_early(self, needed: Container[int], events: EventHook | None) -> None:
+        """Wait for the oldest wave of :meth:`begin_early` and enter its blocks, in a change.
+
+        Raises:
+            ExpertFileError: A read of an expert that is `needed` failed; others are dropped.
+        """
+        start, (_, fetch) = perf_counter(), self._early[0]
+        error = fetch.wait()
+        self.stats.stall_seconds += perf_counter() - start
+        arrivals = fetch.arrivals()
+        self._enter(arrivals)
+        self.stats.prefetches += len(arrivals)
+        if events is not None:
+            for arrival in arrivals:
+                events(PrefetchEnd(self.layer, *arrival))
+        if error is not None:
+            failed = [block for block in fetch.blocks if block[0] not in self.table]
+            if not isinstance(error, ExpertFileError) or any(e in needed for e, _ in failed):
+                raise error
+            for expert, slot in failed:
+                self._fresh.discard(expert)
+                self.table.give_back(slot)
+                if events is not None:
+                    events(PrefetchDrop(self.layer, expert, slot))
+        self._early.popleft()
+
+    def settle(self, events: EventHook | None) -> None:
+        """Wait for everything that is read before its call, and enter it."""
+        if self._early:
+            with self.change:
+                while self._early:
+                    self.finish_early((), events)
+        self.commit_prefetch((), wait=True, events=events)
 
     def slots_soon(self) -> dict[int, int]:
         """Return expert -> slot, as after the reads that are under way."""
@@ -386,18 +453,20 @@ class StreamedLayer:
 
     @property
     def reading_ahead(self) -> bool:
-        """True while prefetches are under way."""
-        return bool(self._ahead)
+        """True while blocks are read before their call."""
+        return bool(self._ahead or self._early)
 
     def recover(self) -> None:
         """Recover from an error or interrupt: wait for reads and rebuild the table.
 
         Blocks that :meth:`finish` has not entered are dropped; the next call reads them again.
         """
-        for fetch in (*reversed(self._fetches), *self._ahead):
+        early = [fetch for _, fetch in self._early]
+        for fetch in (*reversed(self._fetches), *self._ahead, *reversed(early)):
             fetch.drain()
         self._fetches.clear()
         self._ahead.clear()
+        self._early.clear()
         self._fresh.clear()
         self._device_table = None
         self.table.rebuild()
@@ -405,7 +474,7 @@ class StreamedLayer:
 
     def resize(self, slots: int, events: EventHook | None) -> None:
         """Change the number of slots; the policy chooses the victims of a smaller bank."""
-        self.commit_prefetch((), wait=True, events=events)
+        self.settle(events)
         excess = len(self.table) - slots
         with self.change:
             if excess > 0:
@@ -426,7 +495,7 @@ class StreamedLayer:
 
     def release(self, events: EventHook | None) -> None:
         """Free the bank; the table keeps what :meth:`restore` reads again."""
-        self.commit_prefetch((), wait=True, events=events)
+        self.settle(events)
         # Pending outputs keep the arrays, which no one writes again.
         self._readers_of_bank.clear()
         self.bank.close()

@@ -49,6 +49,7 @@ from mlx_moeflux.experts.policies.wave_schedule import (
     Wave,
     WaveSchedule,
     begin_first,
+    layer_to_begin,
     run_waves,
 )
 from mlx_moeflux.experts.store import ExpertStore
@@ -275,7 +276,7 @@ class StreamedStore(ExpertStore):
                 if self._decode_steps is not None:
                     self._decode_steps.disturb()
                 for state in self._layers.values():
-                    if state.change.open:
+                    if state.change.open or state.early:
                         state.recover()
                 raise
 
@@ -304,9 +305,16 @@ class StreamedStore(ExpertStore):
         call.host, call.request = self._wait_for_ids(call, weights)
         needed = call.request.needed
         if len(needed) > slots:
-            call.waves = waves = WaveSchedule(state.table, needed, self._wave_reads)
-            begin_first(waves, lambda wave: self._begin_wave(state, waves, wave))
+            early = state.early
+            call.waves = waves = WaveSchedule(state.table, needed, self._wave_reads, early)
+            if early:
+                state.change.begin()
+                last = early[-1].experts[-1]
+                state.look_up([e for e in needed if e <= last], (), self._events)
+            else:
+                begin_first(waves, lambda wave: self._begin_wave(state, waves, wave))
         else:
+            state.settle(self._events)
             call.missing = missing_of(state.table, needed)
             state.look_up(needed, call.missing, self._events)
             if call.missing:
@@ -353,7 +361,7 @@ class StreamedStore(ExpertStore):
         else:
             pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, own)
             if call.waves is not None:
-                self._compute_waves(state, call.waves, pairs, total)
+                self._compute_waves(call, call.waves, pairs, total)
             else:
                 self._add(state, pairs, total)
             y = total.total
@@ -439,7 +447,7 @@ class StreamedStore(ExpertStore):
             state = self._state(layer)
             if state.read_elsewhere():
                 return False
-            state.commit_prefetch((), wait=True, events=self._events)
+            state.settle(self._events)
             room = state.table.slots - sum(expert in state.table for expert in protected)
             absent = missing_of(state.table, (e for e in experts if 0 <= e < self.num_experts))
             state.read_now(absent[:room], protected, self._events)
@@ -612,19 +620,38 @@ class StreamedStore(ExpertStore):
         total.add(pairs, slot_of, bank)
 
     def _compute_waves(
-        self, state: StreamedLayer, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
+        self, call: Call, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
     ) -> None:
         """Add waves to `total` in ascending id and read the next one meanwhile. Evaluate each, so
         that its slots can be read into."""
-
-        def compute(wave: Wave) -> None:
-            self._add(state, pairs.between(wave.experts[0], wave.experts[-1]), total)
-            total.evaluate()
+        state, events = call.state, self._events
+        assert call.request is not None, "the host knows the ids of calls in waves"
+        needed = frozenset(call.request.needed)
 
         def begin(wave: Wave) -> None:
             self._begin_wave(state, waves, wave)
 
-        run_waves(waves, begin, lambda: state.finish(self._events), compute)
+        def finish() -> None:
+            if state.early:
+                state.finish_early(needed, events)
+            else:
+                state.finish(events)
+
+        def compute(wave: Wave) -> None:
+            part = pairs.between(wave.experts[0], wave.experts[-1])
+            if len(part):
+                self._add(state, part, total)
+                total.evaluate()
+
+        def begin_following() -> None:
+            layer = layer_to_begin(self.layers, state.layer, len(needed), self.num_experts)
+            if layer is None or len(needed) <= self._layers[layer].table.slots:
+                return
+            following = self._state(layer)
+            if not following.reading_ahead:
+                following.begin_early(self._wave_reads, events)
+
+        run_waves(waves, begin, finish, compute, begin_following)
 
     def _read_ahead(self, call: Call, prefetch: Prefetch) -> None:
         """Begin to prefetch experts of the layer after that of `call`."""

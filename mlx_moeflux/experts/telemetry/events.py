@@ -10,6 +10,11 @@ failed or was interrupted. At the end, where there is a prefetcher, come one :cl
 looks ahead or has a switch that is on, an :class:`Evict` for each victim in the next layer, and a
 :class:`PrefetchStart` for each block that is read ahead.
 
+Where a call begins the first waves of the next layer, their :class:`Evict` and
+:class:`PrefetchStart` come behind the last :class:`ReadStart` of the call. In the next layer's call
+the hits of these waves come first, and a :class:`PrefetchEnd` or :class:`PrefetchDrop` for each
+block in the order of the waves, before the first :class:`ReadEnd`.
+
 All events come from the thread that calls the store. A listener may raise; the call is then
 abandoned like an interrupted one. Without a listener no event is made.
 
@@ -87,7 +92,7 @@ class Guess(NamedTuple):
 
 
 class PrefetchStart(NamedTuple):
-    """The prefetch of a block was submitted to the threads."""
+    """A block is read before its layer is called: the read was handed to the threads."""
 
     layer: int
     expert: int

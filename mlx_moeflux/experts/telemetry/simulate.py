@@ -30,7 +30,13 @@ from mlx_moeflux.experts.policies.prefetch import (
     proposed,
 )
 from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps
-from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
+from mlx_moeflux.experts.policies.wave_schedule import (
+    Wave,
+    WaveSchedule,
+    begin_early,
+    layer_to_begin,
+    run_waves,
+)
 from mlx_moeflux.experts.telemetry.bounds import Belady
 from mlx_moeflux.experts.telemetry.stats import LayerStats, total_of
 from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, requests_of
@@ -190,11 +196,16 @@ class _Bank:
         self.slots = slots
         self.residents: dict[int, None] = {}
         self.ahead: list[int] = []
+        self.early: list[Wave] = []
         self.fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
 
     def __contains__(self, expert: object) -> bool:
         return expert in self.residents
+
+    @property
+    def reading_ahead(self) -> bool:
+        return bool(self.ahead or self.early)
 
 
 class _Replay:
@@ -212,6 +223,7 @@ class _Replay:
         counts.lookups += len(needed)
         if len(needed) > bank.slots:
             return self._sweep(layer, bank, needed)
+        self._arrive_early(layer, bank)
         residents = bank.residents
         if bank.fresh:
             self._use(layer, bank, needed)
@@ -237,7 +249,7 @@ class _Replay:
     def read_ahead(self, prefetch: Prefetch, layer: int, guess: Sequence[int]) -> None:
         """Begin to read what the next layer may need."""
         following = next_layer(self.layers, layer)
-        if following is None or self.banks[following].ahead:
+        if following is None or self.banks[following].reading_ahead:
             return
         bank = self.banks[following]
         proposal = proposed(prefetch, following, guess, self.info.num_experts)
@@ -250,6 +262,7 @@ class _Replay:
     def resize(self, layer: int, slots: int) -> None:
         """Give a layer so many slots; the policy chooses who leaves a smaller bank."""
         bank = self.banks[layer]
+        self._arrive_early(layer, bank)
         self._arrive(layer, bank, bank.ahead)
         bank.slots = slots
         self._make_room(layer, bank, 0, ())
@@ -260,6 +273,32 @@ class _Replay:
         bank.ahead = []
         self.counts[layer].prefetches += len(experts)
 
+    def _arrive_early(self, layer: int, bank: _Bank) -> None:
+        while bank.early:
+            self._arrive_wave(layer, bank)
+
+    def _arrive_wave(self, layer: int, bank: _Bank) -> None:
+        missing = bank.early.pop(0).missing
+        self._read(layer, bank, missing)
+        self.counts[layer].prefetches += len(missing)
+
+    def _begin_early(self, layer: int, needed: int) -> None:
+        following = layer_to_begin(self.layers, layer, needed, self.info.num_experts)
+        if following is None or needed <= self.banks[following].slots:
+            return
+        bank = self.banks[following]
+        if bank.reading_ahead:
+            return
+        plan = WaveSchedule(bank, range(self.info.num_experts))
+
+        def begin(wave: Wave) -> None:
+            taken = sum(len(early.missing) for early in bank.early)
+            self._make_room(following, bank, taken + len(wave.missing), plan.protected)
+            bank.early.append(wave)
+            bank.fresh.update(wave.missing)
+
+        begin_early(plan, begin)
+
     def _use(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
         used = bank.fresh.intersection(experts)
         self.counts[layer].prefetched_hits += len(used)
@@ -267,19 +306,27 @@ class _Replay:
 
     def _sweep(self, layer: int, bank: _Bank, needed: list[int]) -> int:
         before = self.counts[layer].misses
-        plan, reading = WaveSchedule(bank, needed), deque()
+        plan, reading = WaveSchedule(bank, needed, begun=bank.early), deque()
+        if bank.early:
+            last = bank.early[-1].experts[-1]
+            self._use(layer, bank, [expert for expert in needed if expert <= last])
 
         def begin(full: Wave) -> None:
             self.counts[layer].misses += len(full.missing)
             self._use(layer, bank, full.experts)
-            taken = sum(map(len, reading))
+            taken = sum(map(len, reading)) + sum(len(early.missing) for early in bank.early)
             self._make_room(layer, bank, taken + len(full.missing), plan.protected)
             reading.append(full.missing)
 
         def finish() -> None:
-            self._read(layer, bank, reading.popleft())
+            if bank.early:
+                self._arrive_wave(layer, bank)
+            else:
+                self._read(layer, bank, reading.popleft())
 
-        run_waves(plan, begin, finish, lambda full: None)
+        run_waves(
+            *(plan, begin, finish, lambda full: None), lambda: self._begin_early(layer, len(needed))
+        )
         return self.counts[layer].misses - before
 
     def _make_room(self, layer: int, bank: _Bank, count: int, protected: Container[int]) -> None:

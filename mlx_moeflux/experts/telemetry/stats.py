@@ -18,7 +18,7 @@ class LayerStats:
         holds every expert does not look.
     hits, misses: The lookups that found the expert resident, and those that did not.
     reads, bytes_read: Blocks and bytes that arrived: one block for each miss, plus what was read
-        unasked by `preload` or a prefetcher.
+        unasked by `preload`, a prefetcher, or a prompt that has not reached the layer yet.
     read_seconds: Time inside reads, summed over the threads.
     stall_seconds: Time the caller waited for reads.
     compute_seconds: Time inside the store without stalls. Evaluation is lazy: it includes
@@ -169,14 +169,14 @@ class StatsTable:
         return "\n".join(lines)
 
     def read_ahead(self) -> str | None:
-        """Return what the prefetcher read and foresaw, as a phrase; None: it named no expert."""
-        total = self.total
-        if not total.proposed:
-            return None
-        return (
-            f"read ahead {total.prefetches}, of which {total.prefetched_hits} used; foreseen "
-            f"{100 * total.foreseen / total.proposed:.1f} % of {total.proposed}"
-        )
+        """Return what was read ahead, and what a prefetcher foresaw, as a phrase; None: nothing."""
+        total, parts = self.total, []
+        if total.prefetches:
+            parts.append(f"read ahead {total.prefetches}, of which {total.prefetched_hits} used")
+        if total.proposed:
+            share = 100 * total.foreseen / total.proposed
+            parts.append(f"foreseen {share:.1f} % of {total.proposed}")
+        return "; ".join(parts) or None
 
     def by_place(self) -> list[str]:
         """Return for each of several copies of the experts what was read there, as a phrase."""

@@ -279,8 +279,6 @@ class TraceWriter:
         )
 
     def _prefetch(self, event: PrefetchStart | PrefetchEnd | PrefetchDrop) -> None:
-        if type(event) is PrefetchStart:
-            self._end_of_call()
         self._write(PREFETCH.pack(KINDS[type(event)], event.layer, event.expert))
 
     def _resize(self, event: Resize) -> None:

@@ -149,16 +149,16 @@ def test_bytes_read_are_misses(experts, open_store, slots, n):
     for seed in range(6):
         del reader.blocks[:]
         call = random_call(n, seed=seed)
-        store.experts(3, *call)
+        store.experts(5, *call)
         assert len(reader.blocks) == len(set(reader.blocks)), "a block was read twice in a call"
         assert {e for _, e in reader.blocks} <= set(np.array(call[1]).ravel().tolist())
-    stats = store.stats().layers[3]
-    block = experts.layouts[3].nbytes
+    stats = store.stats().layers[5]
+    block = experts.layouts[5].nbytes
     assert stats.bytes_read == reader.bytes == stats.misses * block == stats.reads * block > 0
     assert stats.lookups == stats.hits + stats.misses
     assert stats.tokens == 6 * n
-    assert stats.evictions == stats.misses - len(store.residents(3))
-    assert store.stats().layers[5].lookups == 0
+    assert stats.evictions == stats.misses - len(store.residents(5))
+    assert store.stats().layers[3].lookups == 0
     assert bank_is_right(store, experts)
 
 
@@ -176,7 +176,7 @@ def test_the_process_reads_no_more(open_store, experts):
     own = rchar() - before
     before = rchar()
     for call in calls:
-        store.experts(3, *call)
+        store.experts(5, *call)
     assert rchar() - before - own == store.stats().total.bytes_read > 0
 
 

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_moeflux.experts.io.readers import make_reader
-from mlx_moeflux.experts.policies.wave_schedule import READ_AHEAD, WaveSchedule, run_waves
+from mlx_moeflux.experts.policies.wave_schedule import (
+    READ_AHEAD,
+    WaveSchedule,
+    begin_early,
+    run_waves,
+)
 from mlx_moeflux.experts.streaming.slots import SlotTable
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from tests.experts.helpers import (
@@ -66,18 +71,17 @@ def test_after_a_sweep_the_last_token_finds_its_experts(tmp_path):
     slots=st.integers(1, 2 * READ_AHEAD + 8),
     resident=st.sets(st.integers(0, 99)),
     needed=st.sets(st.integers(0, 99), min_size=1),
+    early=st.booleans(),
 )
 @settings(max_examples=200)
-def test_a_plan_never_overfills_the_bank(slots, resident, needed):
+def test_a_plan_never_overfills_the_bank(slots, resident, needed, early):
     """Plays a whole sweep: at no time are there more protected experts than slots, every needed
-    expert comes once and ascending, and what was resident and kept is not read."""
+    expert comes once and ascending, and what was resident and kept is not read. early: Waves of
+    all experts begin before it is known which are needed."""
     table = SlotTable(slots, 100)
     for expert in sorted(resident)[:slots]:
         table.put(expert, table.take())
-    plan = WaveSchedule(table, sorted(needed))
-    kept = set(plan.protected)
-    assert plan.room() >= min(slots, 2 * READ_AHEAD, slots)
-    seen, read, begun = [], [], []
+    seen, read, begun, following = [], [], [], []
 
     def begin(full):
         assert full.experts
@@ -86,7 +90,7 @@ def test_a_plan_never_overfills_the_bank(slots, resident, needed):
         while table.free < len(full.missing):
             table.remove(max(set(table.slot_of) - plan.protected))
         begun.append([(expert, table.take()) for expert in full.missing])
-        assert len(begun) <= 2
+        assert len(begun) <= 2 + early
         read.extend(full.missing)
 
     def finish():
@@ -96,11 +100,30 @@ def test_a_plan_never_overfills_the_bank(slots, resident, needed):
     def compute(full):
         assert all(e in table for e in full.experts)
         # The disk has something to do meanwhile, wherever there is something and room for it.
-        assert begun or sorted(needed)[-1] in full.experts or slots <= 2
-        seen.extend(full.experts)
+        assert begun or max(needed) <= full.experts[-1] or slots <= 2
+        seen.extend(needed.intersection(full.experts))
+        seen.sort()
+        assert seen == sorted(needed)[: len(seen)]
 
-    run_waves(plan, begin, finish, compute)
+    def begin_following():
+        assert plan.all_begun
+        following.append(len(seen))
+
+    waves = ()
+    if early:
+        plan = WaveSchedule(table, range(100))
+        begin_early(plan, begin)
+        waves = plan.begun
+        assert 1 <= len(waves) <= 3
+        assert [e for wave in waves for e in wave.experts] == list(range(waves[-1].experts[-1] + 1))
+    plan = WaveSchedule(table, sorted(needed), begun=waves)
+    kept = set(plan.protected).intersection(table.slot_of)
+    assert early or plan.room() >= min(slots, 2 * READ_AHEAD)
+    run_waves(plan, begin, finish, compute, begin_following)
     assert not begun
+    assert not plan.protected
+    assert len(following) == 1
+    assert following[0] < len(needed) or early
     assert seen == sorted(needed)
     assert len(read) == len(set(read))
     assert not kept & set(read)

@@ -28,7 +28,15 @@ from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate, slots_of
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo, TraceWriter
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.experts.helpers import C, EveryOther, K, prefetch_of, random_experts, write_experts
+from tests.experts.helpers import (
+    C,
+    EveryOther,
+    K,
+    prefetch_of,
+    random_call,
+    random_experts,
+    write_experts,
+)
 from tests.experts.zipf import zipf_trace
 
 COUNTED = ["lookups", "hits", "misses", "evictions", "bytes_read", "prefetches"]
@@ -130,6 +138,46 @@ def test_live_is_simulated_on_a_skewed_router(tmp_path, many_experts, eviction, 
     assert same_counts(live, replayed)
     if prefetch == "ahead":
         assert 0.4 < replayed.total.foreseen / replayed.total.proposed < 0.9
+
+
+@pytest.mark.parametrize(
+    ("eviction", "slots", "prefetch"), pairwise(EVICTIONS, [K, 6, {3: 13, 5: 9}, 20], PREFETCH)
+)
+def test_live_is_simulated_where_a_prompt_begins_the_next_layer(
+    tmp_path, many_experts, eviction, slots, prefetch
+):
+    """Prompts that need most experts, some of which the next layer does not need, decode steps,
+    calls between two layers of a prompt, and a change of size."""
+    from mlx_moeflux.experts.io.readers import make_reader
+    from mlx_moeflux.experts.streaming.store import StreamedStore
+
+    calls = [(n, layer) for n in (18, 1, 30, 1, 2, 17, 24, 1) for layer in (3, 5)]
+    calls[4:4] = [(22, 3), (1, 3), (1, 5), (30, 3)]
+    options = {"eviction": eviction, "prefetch": prefetch_of(prefetch)}
+    reader = make_reader("pread", many_experts.refs)
+    with StreamedStore(reader, slots, keep_all_ahead=True, **options) as store:
+        with TraceWriter(tmp_path / "x", TraceInfo.of(store, experts_per_token=K)) as writer:
+            store.events = writer
+            for seed, (n, layer) in enumerate(calls * 2):
+                x, ids, weights = random_call(n, num_experts=24, seed=seed, padding=n // 9)
+                ahead = {"ahead": ids[:, ::-1]} if store.looks_ahead and n * K <= 64 else {}
+                store.experts(layer, x, ids, weights, **ahead)
+                if seed == len(calls) + 8:
+                    assert store._layers[5].early
+                    store.resize(5, store.slots[5] + (1 if store.slots[5] == K else -1))
+            store.experts(5, x, ids, weights)  # so that everything that was begun is entered
+        live = store.stats().snapshot()
+    trace = Trace.open(tmp_path / "x")
+    replayed = simulate(trace, trace.info.slots, recorded=True, **options)
+    assert same_counts(live, replayed)
+    assert replayed.layers[5].prefetches > replayed.layers[5].prefetched_hits > 0
+    recorded, total = trace.recorded(), replayed.total
+    counts = recorded.hits, recorded.misses, recorded.prefetched
+    assert counts == (total.hits, total.misses, total.prefetched_hits)
+    if prefetch == "none":
+        assert sum(len(call.prefetches) for call in trace) == total.prefetches
+        on_demand = sum(trace.info.block_bytes[call.layer] * call.result.misses for call in trace)
+        assert recorded.nbytes == on_demand
 
 
 def test_live_is_simulated_when_the_budget_changes(tmp_path):
