@@ -48,7 +48,7 @@ def close(a: mx.array, b: mx.array) -> bool:
 
 
 def traces_of(model) -> list[Any]:
-    return [*model._step._compiled.values(), *model._segments._segments]
+    return [*model._step._compiled.values(), *model._segments._plans.values()]
 
 
 # ---- Edits

@@ -363,7 +363,8 @@ class StreamedLayer:
             with self.change:
                 while self._early:
                     self.finish_early((), events)
-        self.commit_prefetch((), wait=True, events=events)
+        if self._ahead:
+            self.commit_prefetch((), wait=True, events=events)
 
     def slots_soon(self) -> dict[int, int]:
         """Return expert -> slot, as after the reads that are under way."""

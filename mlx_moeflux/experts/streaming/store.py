@@ -392,13 +392,14 @@ class StreamedStore(ExpertStore):
             state.change.end()
         state.stats.tokens += N
         state.tokens += N
-        prefetch = self._active
-        if N * K <= MOST_PAIRS and call.request is not None and prefetch is not None:
+        prefetch, steps = self._prefetch, self._decode_steps
+        short = N * K <= MOST_PAIRS and call.request is not None
+        if short and prefetch is not None and (steps is None or steps.switch.on):
             self._read_ahead(call, prefetch)
-        if self._decode_steps is not None:
+        if steps is not None:
             after = self.layers[self.layers.index(state.layer) + 1 :]
             if call.request is not None and self._all_whole(after):
-                self._decode_steps.end()
+                steps.end()
 
     def partial(self) -> tuple[int, ...]:
         """Return the layers of whose calls the host needs the ids."""
@@ -561,12 +562,6 @@ class StreamedStore(ExpertStore):
         """Return the time, and the time waited for reads."""
         layers = self._stats.layers.values()
         return Cost(perf_counter(), sum(stats.stall_seconds for stats in layers))
-
-    @property
-    def _active(self) -> Prefetch | None:
-        """The prefetcher, unless it is switched off."""
-        steps = self._decode_steps
-        return self._prefetch if steps is None or steps.switch.on else None
 
     def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
