@@ -74,6 +74,7 @@ def test_options_and_errors_are_those_of_one_prompt(talking):
     assert batch_generate(model, tokenizer, []).texts == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_prompt_cache_saves_what_prompts_share(talking, tmp_path, together):
     model, tokenizer = talking

@@ -487,7 +487,8 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
     assert "wrong" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", [pytest.param("q2_k", marks=pytest.mark.slow), "iq4_nl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["q2_k", "iq4_nl"])
 def test_check_fails_when_a_kernel_does_in_one_form(capsys, monkeypatch, tmp_path, mode):
     monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
 

@@ -79,6 +79,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
         Tuning("x", "50%", "pread", 4, "none", 1.0, 0.0, (1.0,)).save(tmp_path / "no" / "t.json")
 
 
+@pytest.mark.slow
 def test_on_this_machine(tmp_path, capsys):
     out = tmp_path / "t.json"
     for wrong, words in (

@@ -48,7 +48,7 @@ def opened(**options):
             1,
             marks=pytest.mark.slow,
         ),
-        ({"prefetch": "auto", "keep_all_ahead": True}, 1),
+        pytest.param({"prefetch": "auto", "keep_all_ahead": True}, 1, marks=pytest.mark.slow),
         pytest.param({"prefetch": "last", "keep_all_ahead": True}, 2, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -103,6 +103,7 @@ def test_a_listener_is_told_of_every_layer_of_every_step(kind, B, options):
     assert mx.array_equal(logits, expected).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["streamed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("resident", "mixed"))]
 )

@@ -180,6 +180,7 @@ def test_live_is_simulated_where_a_prompt_begins_the_next_layer(
         assert recorded.nbytes == on_demand
 
 
+@pytest.mark.slow
 def test_live_is_simulated_when_the_budget_changes(tmp_path):
     budgets, options = ["15%", "70%", "40%", "100%"], {"eviction": "lfu", "prefetch": "ahead"}
     random = np.random.default_rng(3)
