@@ -77,6 +77,8 @@ class Operation:
     composed: True if the reference consists of nothing but those, which have trials of their own.
     equal_rows: False if stock MLX on a GPU promises no row of the reference the same bits in
         another bank and beside other rows.
+    floor: How many times the usual error of a trial an implementation may have where the reference
+        is exact: more than 1 if it rounds where the reference computes in float32.
     example: A small call with every option; example_tokens: Tokens of it.
     forms: Name -> a small call whose arguments are stored in another form, which a check tries too.
     workloads: Kind -> a call as models make it, "" where no kind has its own.
@@ -100,6 +102,7 @@ class Operation:
     replaces: tuple[str, ...] = ()
     composed: bool = False
     equal_rows: bool = True
+    floor: float = 1.0
     example_tokens: int = T
     forms: Mapping[str, Builder] = field(default_factory=dict)
     cases: Callable[[Arguments], Iterator[tuple[str, Arguments]]] | None = None

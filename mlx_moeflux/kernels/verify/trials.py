@@ -255,6 +255,7 @@ def attempt(
     call.arguments.pop("steps", None)
     call = _cut(operation, function, call)
     dtype = _dtype(call)
+    floor = FLOORS[dtype] * operation.floor
     least, passed, failed, without_stock = math.inf, 0, 0, 0
     reason = "no finite arguments to try it on"
     for drawn, truth, rows in _draws(operation, call):
@@ -278,14 +279,14 @@ def attempt(
         if describe(actual) != describe(stock):
             return Verdict(False, reason=f"returns {describe(actual)}, not {describe(stock)}")
         pairs = list(zip(errors, naive, strict=True))
-        right = all(_within(*pair, dtype) for pair in pairs) and _is_like(
-            actual, stock, naive, dtype
+        right = all(_within(*pair, floor) for pair in pairs) and _is_like(
+            actual, stock, naive, floor
         )
         passed, failed = passed + right, failed + (not right)
         if passed == PASSES:
             return Verdict(True, least)
         gross = any(
-            e.rms > GROSS * max(_rms_limit(n, dtype), _stock_limit(dtype)) for e, n in pairs
+            e.rms > GROSS * max(_rms_limit(n, floor), _stock_limit(dtype)) for e, n in pairs
         )
         if failed == FAILURES or (gross and not operation.chooses):
             break
@@ -305,25 +306,22 @@ def _stock_limit(dtype: mx.Dtype) -> float:
     return LIMIT_OF_TF32 if tf32 else STOCK_LIMITS[dtype]
 
 
-def _within(error: Errors, naive: Errors, dtype: mx.Dtype) -> bool:
+def _within(error: Errors, naive: Errors, floor: float) -> bool:
     """Return True if an error is at most twice the naive one. Rounding has no direction, so an
     epsilon or a factor that is a little wrong shows in the slope before it shows elsewhere."""
-    floor = FLOORS[dtype]
     return (
-        error.rms <= _rms_limit(naive, dtype)
+        error.rms <= _rms_limit(naive, floor)
         and error.worst <= 2 * naive.worst + 2 * floor
         and error.slope <= 2 * naive.slope + floor / 8 + floor / math.sqrt(error.size)
     )
 
 
-def _rms_limit(naive: Errors, dtype: mx.Dtype) -> float:
-    # Experts in blocks, which stock computes in float32, are rounded four times by tiles.
-    return 2 * naive.rms + FLOORS[dtype] * 0.75
+def _rms_limit(naive: Errors, floor: float) -> float:
+    return 2 * naive.rms + floor / 2
 
 
-def _is_like(actual: Any, stock: Any, naive: Sequence[Errors], dtype: mx.Dtype) -> bool:
+def _is_like(actual: Any, stock: Any, naive: Sequence[Errors], floor: float) -> bool:
     """Return True if a result is everywhere as close to stock as errors on sampled rows allow."""
-    floor = FLOORS[dtype]
     return all(
         e.rms <= 3 * n.rms + floor and e.worst <= 5 * n.worst + 4 * floor
         for e, n in zip(_errors(actual, arrays(stock), None), naive, strict=True)
