@@ -163,9 +163,11 @@ def _q3_k_scales(blocks: Any, xp: Any) -> tuple[Any, Any]:
 
 
 def _pairs_of_six_bits(blocks: Any, xp: Any) -> tuple[Any, Any]:
-    """Of the 12 bytes behind the two halves, eight hold four s and four t in their low six bits.
-    The other four hold the low bits of four more of each, whose high ones are on top of the
-    eight."""
+    """Return the scales d s and what they add, -m t, of the eight groups of Q4_K and Q5_K.
+
+    Bytes 4 to 7 hold s of groups 0 to 3 in their low six bits, bytes 8 to 11 t. Bytes 12 to 15 hold
+    the low four bits of s and t of groups 4 to 7; their high two are on top of bytes 4 to 11.
+    """
     low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     s = xp.concatenate([low & 63, both & 15 | low >> 6 << 4], axis=-1).astype(xp.float32)
     t = xp.concatenate([high & 63, both >> 4 | high >> 6 << 4], axis=-1).astype(xp.float32)

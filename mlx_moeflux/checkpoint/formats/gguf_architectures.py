@@ -47,7 +47,7 @@ Order = Callable[[Config, int], Ranges]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tensor of a layer, or of the model, goes.
+    """Names the parameter that a tensor of the file becomes.
 
     name: As in Hugging Face's checkpoints, or as the model takes the file's form, without the
         layer's prefix and without what the file's name ends with, such as ``.weight``.

@@ -4,7 +4,7 @@
     Q5_0, Q5_1, Q5_K   affine, 5 bits          exact
     Q8_0               affine, 8 bits          exact
     MXFP4              mxfp4, the same bits    exact
-    others             affine, 8 bits          lossy, if it is asked for
+    others             affine, 8 bits          lossy, with requantize alone
 
 Groups have 32 elements. Scales and biases are products of few bits, kept in float32. Blocks are
 described in :mod:`mlx_moeflux.checkpoint.blocks`.

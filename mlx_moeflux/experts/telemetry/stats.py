@@ -63,7 +63,7 @@ class LayerStats:
 
 @dataclass
 class PlaceStats:
-    """What was read from one of several copies of the experts.
+    """Counts the reads from one of several copies of the experts.
 
     busy_seconds: Time in which at least one read was under way.
     """
