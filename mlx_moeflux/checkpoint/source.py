@@ -19,7 +19,7 @@ from typing import Any
 from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS, hoisted
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.checkpoint.formats.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
-from mlx_moeflux.checkpoint.formats.gguf import open_gguf
+from mlx_moeflux.checkpoint.formats.gguf import GgufFile, open_gguf
 from mlx_moeflux.checkpoint.formats.gguf_files import find_gguf
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
@@ -109,13 +109,15 @@ def open_checkpoint(
     *,
     gguf_file: str | None = None,
     requantize: bool = False,
+    trunk_blocks: bool = False,
     strict: bool = True,
 ) -> Checkpoint:
     """Find out the form of `directory`, which may be a GGUF file, and read its headers.
 
     gguf_file: Which of its GGUF models, see
     :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`.
-    requantize: Of GGUF, see :func:`~mlx_moeflux.checkpoint.formats.gguf.open_gguf`.
+    requantize, trunk_blocks: Of GGUF, see
+    :func:`~mlx_moeflux.checkpoint.formats.gguf.open_gguf`.
     strict: Of GGUF, metadata that nothing here reads are an error.
 
     Raises:
@@ -125,7 +127,8 @@ def open_checkpoint(
     directory = Path(directory)
     gguf = find_gguf(directory, gguf_file)
     if gguf is not None:
-        return _open_gguf(gguf, requantize=requantize, strict=strict)
+        found = open_gguf(gguf, requantize=requantize, trunk_blocks=trunk_blocks, strict=strict)
+        return _checkpoint_of(found)
     if requantize:
         raise InputError(f"{directory} is no GGUF file, so requantize has no blocks; leave it out.")
     if not directory.is_dir():
@@ -193,8 +196,8 @@ def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint
     )
 
 
-def _open_gguf(path: Path, *, requantize: bool, strict: bool) -> Checkpoint:
-    found = open_gguf(path, requantize=requantize, strict=strict)
+def _checkpoint_of(found: GgufFile) -> Checkpoint:
+    path = found.path
     tokenizer: dict[str, dict[str, Any]] = {}
     approximated = None
     if found.requantised:

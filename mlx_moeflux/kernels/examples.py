@@ -117,6 +117,18 @@ def in_blocks(mode: str, *shape: int) -> mx.array:
     return blocks.reshape(*rows, -1)
 
 
+def block_width(width: int) -> int:
+    """Return a width of whole blocks of any type: `width`, or a block's."""
+    most = max(mode.elements for mode in BLOCK_MODES.values())
+    return max(width // most, 1) * most
+
+
+def block_weight(mode: str, *outs: int, width: int) -> Weight:
+    """Return a matrix in ggml's blocks, several concatenated ones if there are several `outs`."""
+    stored = in_blocks(mode, sum(outs), width)
+    return Weight(stored, spec=QuantSpec.of_mode(mode), outs=outs if len(outs) > 1 else ())
+
+
 def weight(s: Sizes, x: Normal, *outs: int, width: int) -> Weight:
     """Return a matrix in 4 bits, of several concatenated ones if there are several `outs`."""
     parts = quantised(s, x, sum(outs), width)

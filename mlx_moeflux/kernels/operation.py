@@ -61,8 +61,8 @@ class Operation:
     others: Name -> implementation, all but the reference.
     size: The axes of a call's first argument whose product a row of dispatch.json counts: tokens of
         a sequence, or rows. None: every call counts 1.
-    kind: The axis of the first argument whose length names the calls that have rows of their own,
-        as in "sdpa 64"; None: there are no kinds.
+    kind: Arguments -> what names calls of the kind, which may have rows of their own, as in
+        "sdpa 64"; None: there are no kinds.
     tokens: Arguments with tokens, and on which axis. A trial cuts a prompt there, to its first
         tokens, on which nothing later has influence.
     by_rows: True if rows have nothing to do with each other. Rows are then the second to last axis
@@ -93,7 +93,7 @@ class Operation:
     size: slice | None
     example: Builder
     workloads: Mapping[str, Builder]
-    kind: int | None = None
+    kind: Callable[..., str] | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
     by_rows: bool = False
     keeps_axes: bool = False
@@ -120,7 +120,7 @@ class Operation:
             *["it replaces nothing and is composed"] * (self.composed and not self.replaces),
             *["it has no workload"] * (not self.workloads),
             *["its rows have no axis"] * (self.by_rows and not self.tokens),
-            *["its kinds have no axis"] * (self.kind is None and set(self.workloads) != {""}),
+            *["its kinds have no names"] * (self.kind is None and set(self.workloads) != {""}),
             *["another implementation is called 'reference'"] * (REFERENCE in self.others),
         ]
         for name, other in self.others.items():

@@ -219,8 +219,8 @@ class Dispatcher:
 
     def row_name(self, args: Sequence[Any]) -> str:
         """Return the name of the table's rows for a call: those of its kind, if it has any."""
-        axis = self.record.kind
-        named = self.name if axis is None else row_name(self.name, str(args[0].shape[axis]))
+        kind = self.record.kind
+        named = self.name if kind is None else row_name(self.name, kind(*args))
         return named if named in dispatch.table() else self.name
 
     def _best(self, args) -> tuple[str, Implementation] | None:
@@ -238,8 +238,8 @@ class Dispatcher:
         if backend.follows_device and mx.default_device().type != mx.gpu:
             return None
         starts = self._starts
-        if self._special:
-            starts = self._special.get(str(args[0].shape[self.record.kind]), starts)
+        if self._special and self.record.kind is not None:
+            starts = self._special.get(self.record.kind(*args), starts)
         if len(starts) == 1 and starts[0][0] <= 1:
             return starts[0][1]
         size = self.size(args)

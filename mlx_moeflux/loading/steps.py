@@ -42,7 +42,12 @@ from mlx_moeflux.loading.options import (
     check_options,
     takes,
 )
-from mlx_moeflux.loading.stores import bytes_to_decode, check_store, make_store
+from mlx_moeflux.loading.stores import (
+    bytes_to_decode,
+    check_store,
+    make_store,
+    trunk_bytes_to_decode,
+)
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.decoder import DecoderModel
@@ -231,6 +236,7 @@ def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
         path,
         gguf_file=options.gguf_file,
         requantize=options.requantize,
+        trunk_blocks=device.kind() != "cpu",
         strict=options.strict_config,
     )
     options = _tuned(options, checkpoint, path)
@@ -400,12 +406,14 @@ def _fill(
     )
     store = options.store
     if store is None:
-        model.decoding_bytes = bytes_to_decode(
+        of_experts = bytes_to_decode(
             layouts.values(),
             source.kernels.expert_mix,
             experts_per_token=source.router.num_experts_per_tok,
             most_tokens=model.prefill_chunk,
         )
+        of_trunk = trunk_bytes_to_decode(model, source.kernels.project, dtype)
+        model.decoding_bytes = max(of_experts, of_trunk)
         store, model.plan = make_store(
             *(model, placed.mapped, layouts, options),
             part=placed.part,

@@ -29,6 +29,7 @@ from mlx_moeflux.kernels.registry import Dispatcher
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.layers import BlocksLinear, weights_of
 from mlx_moeflux.models.weights import ExpertsOnDisk
 
 KV_POSITIONS = 8192
@@ -122,6 +123,17 @@ def bytes_to_decode(
             if not mix.takes(mx.zeros((n, C)), None, mx.zeros((n, experts_per_token)), bank):
                 found = max(found, decoding_bytes(F, C))
     return found
+
+
+def trunk_bytes_to_decode(model: StreamingModel, project: Dispatcher, dtype: mx.Dtype) -> int:
+    """Return a bound of the bytes that a call allocates to decode matrices of the trunk in ggml's
+    blocks; 0 if kernels read all of them. dtype: Of the rows."""
+    layers = [module for module in model.modules() if isinstance(module, BlocksLinear)]
+    if not layers:
+        return 0
+    call = mx.zeros((1, 1), dtype), weights_of(layers[0])
+    reads = dtype != mx.float32 and project.goes_beyond_reference(*call)
+    return 0 if reads else decoding_bytes(1, max(layer.width for layer in layers))
 
 
 def _check_buffers(plan: Plan, layouts: dict[int, BlockLayout]) -> None:

@@ -133,7 +133,7 @@ def open_sizes(
     """
     with resolve_headers(model, revision=revision, gguf_file=gguf_file) as found:
         if isinstance(found, Path):
-            checkpoint = open_checkpoint(found, strict=False)
+            checkpoint = open_checkpoint(found, trunk_blocks=True, strict=False)
         else:
             name, config = Path(model), hoisted(found.config)
             checkpoint = Checkpoint(

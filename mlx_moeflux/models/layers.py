@@ -291,6 +291,23 @@ class ScaledLinear(QuantizedLinear):
         return scaled(groups, self["global_scale"], dtype)
 
 
+class BlocksLinear(Module):
+    """Linear layer whose matrix is in ggml's blocks, ``weight [out, bytes of a row]`` uint8.
+
+    mode: See :data:`~mlx_moeflux.checkpoint.blocks.BLOCK_MODES`. width: Elements of a row.
+    """
+
+    def __init__(self, input_dims: int, output_dims: int, mode: str):
+        super().__init__()
+        self.mode, self.width = mode, input_dims
+        row = QuantSpec.of_mode(mode).row(input_dims)[1]
+        self.weight = mx.zeros((output_dims, row), mx.uint8)
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return weights_of(self)[0].matmul(x)
+
+
 @dataclass(frozen=True)
 class Applied:
     """Function that stands in for a matrix: an adapter, or a linear layer with a bias."""
@@ -322,6 +339,8 @@ def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applie
         kind = type(each)
         if kind.__call__ is PreciseLinear.__call__:
             weights.append(Weight(each["weight"].astype(mx.float32), precise=True))
+        elif kind is BlocksLinear:
+            weights.append(Weight(each["weight"], spec=_of_mode(each.mode)))
         elif "bias" not in each and kind in _DENSE:
             weights.append(Weight(each["weight"]))
         elif "bias" not in each and kind in _QUANTIZED:
@@ -332,7 +351,7 @@ def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applie
     return weights
 
 
-_spec = functools.cache(QuantSpec)
+_spec, _of_mode = functools.cache(QuantSpec), functools.cache(QuantSpec.of_mode)
 _DENSE = {nn.Linear, nn.Embedding, Linear, Embedding}
 _QUANTIZED = {nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedLinear, QuantizedEmbedding}
 

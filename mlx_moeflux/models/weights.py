@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.load import check_stacks, load_all, load_groups, stacks_of
 from mlx_moeflux.checkpoint.names import (
     GLOBAL_SCALE,
@@ -34,7 +35,7 @@ from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.decoder import DecoderModel
-from mlx_moeflux.models.layers import ScaledLinear
+from mlx_moeflux.models.layers import BlocksLinear, ScaledLinear
 from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
 from mlx_moeflux.models.packed_parameters import is_packed, pack
 
@@ -62,6 +63,7 @@ def match_trunk(
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
     model.fit_names(trunk)
     _quantise_modules(model, trunk, quantization, directory)
+    in_blocks = _keep_blocks(model, trunk)
     parameters = dict(tree_flatten(model.parameters()))
     check_layers(model, trunk, directory)
     try:
@@ -70,7 +72,7 @@ def match_trunk(
         raise naming_absent(error, mapped.absent) from error
     transforms = model.transforms(trunk)
     for name, ref in trunk.items():
-        allowed = _dtypes(parameters[name].dtype)
+        allowed = (ref.dtype,) if name in in_blocks else _dtypes(parameters[name].dtype)
         if ref.dtype not in allowed:
             raise CheckpointError(
                 f"{ref.file}: '{ref.name}' is {ref.dtype}, but must be {' or '.join(allowed)}; the "
@@ -262,6 +264,24 @@ def _quantise_modules(
     for path, spec in specs.items():
         if spec.global_scale and isinstance(modules[path], nn.QuantizedLinear):
             model.update_modules(tree_unflatten([(path, ScaledLinear.of(modules[path]))]))
+
+
+def _keep_blocks(model: DecoderModel, trunk: Mapping[str, TensorRef]) -> set[str]:
+    """Put a layer of blocks wherever a plain linear layer is stored in them; return the names of
+    their matrices."""
+    stored = {name: ref for name, ref in trunk.items() if ref.dtype in BLOCK_MODES}
+    modules, made = dict(model.named_modules()), {}
+    for name, ref in stored.items():
+        path, width = name.rpartition(".")[0], BLOCK_MODES[ref.dtype].elements
+        linear = modules.get(path)
+        if not isinstance(linear, nn.Linear):
+            continue
+        out, columns = linear.weight.shape
+        if columns % width:
+            raise _wrong_shape(ref, ref.shape, (out, f"blocks of {width} in {columns}"))
+        made[path] = BlocksLinear(columns, out, ref.dtype)
+    model.update_modules(tree_unflatten(list(made.items())))
+    return {f"{path}.weight" for path in made}
 
 
 def infer_spec(

@@ -40,9 +40,10 @@ from mlx_moeflux.errors import (
 )
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.kernels.linear import blocks
-from mlx_moeflux.loading import load, load_model
+from mlx_moeflux.loading import load, load_model, steps
 from mlx_moeflux.measure.plan import open_sizes
 from mlx_moeflux.models import base
+from mlx_moeflux.models.layers import BlocksLinear
 from mlx_moeflux.models.qwen3_moe_config import Config
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -233,6 +234,60 @@ def test_experts_keep_blocks(tmp_path, case, capsys):
     modes = Quantization.from_config(json.loads((packed / "config.json").read_text()))
     down = modes.spec("model.layers.0.mlp.switch_mlp.down_proj")
     assert down == QuantSpec.of_mode(kind_of("blk.0.ffn_down_exps").lower())
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Open files as where the back end's kernels read the trunk's blocks."""
+    opened = lambda path, **given: open_checkpoint(path, **given | {"trunk_blocks": True})  # noqa: E731
+    monkeypatch.setattr(steps, "open_checkpoint", opened)
+
+
+@pytest.mark.parametrize("case", ["Q4_K_M", pytest.param("each", marks=pytest.mark.slow)])
+def test_the_trunk_keeps_blocks_on_gpus(tmp_path, as_on_a_gpu, capsys, case):
+    path = gguf_files.write(tmp_path / "model.gguf", KEPT_CASES[case])
+    expected = logits(tmp_path / "meaning")
+    with load_model(path, verbose=True) as model:
+        resident = np.array(model(TOKENS))
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, BlocksLinear)}
+        assert model.store.stats().lossy == []
+        assert model.decoding_bytes > 0
+    assert relative_error(resident, expected) <= 1e-5
+    assert "attn" not in capsys.readouterr().err
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = {"output": "lm_head"}
+    for i in range(gguf_files.L):
+        for theirs, ours_ in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o")):
+            names[f"blk.{i}.attn_{theirs}"] = f"model.layers.{i}.self_attn.{ours_}_proj"
+    kept = {n for n in names if stored[f"{n}.weight"].tensor_type.name in KEPT}
+    assert {names[n] for n in kept} == set(layers)
+    assert len(kept) > len(names) // 2
+    for name in kept:
+        tensor, layer = stored[f"{name}.weight"], layers[names[name]]
+        assert layer.mode == tensor.tensor_type.name.lower()
+        assert np.array_equal(np.array(layer.weight), tensor.data)
+    assert np.array_equal(logits(path, expert_memory="80%", expert_threads=1), resident)
+
+
+@pytest.mark.slow  # g++ compiles the kernels of a model
+def test_kernels_read_the_trunk_in_blocks(tmp_path, as_on_a_gpu):
+    path, few = gguf_files.write(tmp_path / "model.gguf", q4_k_m), TOKENS[:, :2]
+    expected = np.array(load_model(tmp_path / "meaning", dtype=mx.float32)(few))
+    with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.float32) as model:
+        with launched() as names:
+            found = np.array(model(few))
+        assert any(name.startswith("project") for name in names)
+        assert model.kernels.fallbacks() == []
+    assert relative_error(found, expected) <= 1e-5
+    with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.bfloat16) as model:
+        assert model.decoding_bytes == 0
+        with launched() as names:
+            found = np.array(model(TOKENS).astype(mx.float32))
+        assert "dequantise_blocks" in names
+    with load_model(path, dtype=mx.bfloat16) as model:
+        wanted = np.array(model(TOKENS).astype(mx.float32))
+    # Some positions choose other experts.
+    assert np.median(np.abs(found - wanted)) <= 5e-3 * np.abs(wanted).max()
 
 
 @pytest.mark.slow  # g++ compiles the kernels of a model

@@ -7,6 +7,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.linear.quantised import Stored
 from mlx_moeflux.kernels.moe.expert_ffn import (
@@ -39,7 +40,13 @@ def random_matrix(
     dtype: mx.Dtype,
 ) -> tuple[mx.array, mx.array | None, mx.array | None, QuantSpec | None]:
     """Weight, scales, biases and spec of a random matrix; bits 0: floats; "mxfp4": every code, and
-    scales of several sizes."""
+    scales of several sizes; a mode of ggml's blocks: random ones."""
+    if bits in BLOCK_MODES:
+        # It needs the `gguf` package.
+        from tests.checkpoint.gguf_files import random_blocks
+
+        raw = random_blocks(bits.upper(), math.prod(shape[:-1]), shape[-1], rng)
+        return mx.array(raw.reshape(*shape[:-1], -1)), None, None, QuantSpec.of_mode(bits)
     dense = random_array(rng, shape, mx.float32) * shape[-1] ** -0.5
     if bits == "mxfp4":
         words = rng.integers(0, 1 << 32, (*shape[:-1], shape[-1] // 8), np.uint32)

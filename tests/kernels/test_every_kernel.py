@@ -16,8 +16,8 @@ from tests.kernels.metal import cuda, lint
 
 # On Metal MLX builds and hashes the text at each call that it does not trace (4 KB: some 2 us); on
 # NVIDIA it lies in files. The longest is two launches in one: it reads experts in blocks, and adds
-# the shared one.
-MOST_BYTES = 15_000
+# the shared one. But matrices that one launch multiplies may all be stored in different ways.
+MOST_BYTES, MOST_BYTES_MIXED = 15_000, 24_000
 FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).rglob("*.metal"))
 NAMES = sorted(kernels())
 # Each is a text that the emulator compiles: by default one of every kernel.
@@ -54,7 +54,8 @@ def test_files_keep_to_the_subset(file):
 def test_text_is_short_and_uses_an_attribute(name):
     for header, body in texts(name):
         assert (header + body).isascii()
-        assert len(header) + len(body) <= MOST_BYTES
+        most = MOST_BYTES_MIXED if name.startswith("project_blocks_1_1") else MOST_BYTES
+        assert len(header) + len(body) <= most
         assert any(attribute in body for attribute in source.ATTRIBUTES)
 
 

@@ -108,7 +108,7 @@ def test_a_record_gives_calls_and_the_reference():
         ({"composed": True}, "replaces nothing and is composed"),
         ({"by_rows": True}, "rows have no axis"),
         ({"workloads": {}}, "no workload"),
-        ({"workloads": {"64": RECORD["example"]}}, "kinds have no axis"),
+        ({"workloads": {"64": RECORD["example"]}}, "kinds have no names"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -419,7 +419,7 @@ def test_every_form_of_an_example_passes_its_trial(operation, name, form):
     with launched() as names:
         verdict = trials.on_example(OPERATIONS[operation], implementation, mx.bfloat16, form)
     assert verdict.ok, verdict
-    assert any(name.startswith("block_") for name in names)
+    assert any("block" in name for name in names)
 
 
 def test_every_mode_of_blocks_that_a_kernel_reads_is_a_form_of_experts():

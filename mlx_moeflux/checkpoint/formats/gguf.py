@@ -1,7 +1,8 @@
 """GGUF files: metadata as config.json, tensors under Hugging Face's names.
 
 Experts keep the file's blocks, so that they stream as its byte ranges, or all become MLX's forms.
-Matrices of the trunk become those, or floats: :mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`.
+Matrices of the trunk become those, or floats (:mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`),
+unless the caller reads blocks there too.
 What names and metadata mean, and what the converter did to values, is in
 :mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`.
 """
@@ -9,7 +10,7 @@ What names and metadata mean, and what the converter did to values, is in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
     EXPERTS,
+    IN_BLOCKS,
     Architecture,
     Ranges,
     Target,
@@ -68,11 +70,14 @@ class GgufFile:
     requantised: dict[str, str] = field(default_factory=dict)
 
 
-def open_gguf(path: Path, *, requantize: bool = False, strict: bool = True) -> GgufFile:
+def open_gguf(
+    path: Path, *, requantize: bool = False, trunk_blocks: bool = False, strict: bool = True
+) -> GgufFile:
     """Read the headers of `path` and of the shards beside it; no tensor.
 
     requantize: Blocks of experts become MLX's forms too, and those that have none are quantised
     anew.
+    trunk_blocks: Otherwise matrices of the trunk keep their blocks too, where they can.
     strict: Metadata that nothing here reads are an error.
 
     Raises:
@@ -101,8 +106,9 @@ def open_gguf(path: Path, *, requantize: bool = False, strict: bool = True) -> G
                     "truncated, download it again."
                 )
             _take(found, taken, tensor, file, architecture, predicted, forms)
-    for target, sources in taken.items():
-        found.tensors |= _made(target, sources, config, found)
+    for name, sources in taken.items():
+        blocks = trunk_blocks and not requantize and _stays(name, taken)
+        found.tensors |= _made(name, sources, config, found, blocks=blocks)
     found.blocks = in_block_order(found.blocks)
     found.config = _finished(architecture, config, found, path)
     return found
@@ -241,10 +247,23 @@ def _note(found: GgufFile, stored: _Stored) -> None:
         found.requantised[stored.raw.name] = stored.kind.name
 
 
+def _stays(name: str, taken: Collection[str]) -> bool:
+    """Return True if a parameter may stay in blocks: the module is a matrix and nothing else."""
+    path, _, part = name.rpartition(".")
+    own = re.sub(r"^model\.layers\.\d+\.", "", path)
+    return part == "weight" and own in IN_BLOCKS and f"{path}.bias" not in taken
+
+
 def _made(
-    name: str, places: Mapping[int, tuple[Target, _Stored]], config: Config, found: GgufFile
+    name: str,
+    places: Mapping[int, tuple[Target, _Stored]],
+    config: Config,
+    found: GgufFile,
+    *,
+    blocks: bool,
 ) -> dict[str, TensorRef]:
-    """Return one parameter, or the parts of a quantised one, by name."""
+    """Return one parameter, or the parts of a quantised one, by name. blocks: See
+    :func:`_parts`."""
     sources = [places[place] for place in sorted(places)]
     target, stored = sources[0]
     if target.table:
@@ -253,11 +272,12 @@ def _made(
     if any(other.shape[1:] != stored.shape[1:] for _, other in sources):
         raise stored.wrong("and what belongs to it has other rows")
     # Of different types there is no quantised form together.
-    parts = [_parts(*source, config, floats=len(kinds) > 1) for source in sources]
+    floats = len(kinds) > 1
+    parts = [_parts(*source, config, floats=floats, blocks=blocks) for source in sources]
     for _, each in sources:
         if len(parts[0]) > 1:
             _note(found, each)
-        elif each.kind is not None and not target.table:
+        elif each.kind is not None and not target.table and parts[0]["weight"].dtype in PLAIN:
             found.decoded[each.raw.name] = each.kind.name, prod(each.shape)
     made: dict[str, Ref] = {}
     for part in parts[0]:
@@ -278,16 +298,21 @@ def _take_table(name: str, stored: _Stored, config: Config) -> str:
     return name.format(ple=layers[0] - 1)
 
 
-def _parts(target: Target, stored: _Stored, config: Config, *, floats: bool) -> dict[str, Ref]:
+def _parts(
+    target: Target, stored: _Stored, config: Config, *, floats: bool, blocks: bool
+) -> dict[str, Ref]:
     """Return part -> reference of what one tensor of the file gives, one part if it is not
-    quantised. floats: In float32."""
+    quantised, or in blocks. floats: In float32. blocks: As it is, if its columns stay where they
+    are."""
     raw, kind, form = stored.raw, stored.kind, stored.form
     columns = _order(target.columns, config, stored, axis=-1)
     width = columns[0][1] - columns[0][0] if columns else GROUP
     ref: Ref = raw
     quantised = not (floats or target.values or width % GROUP)
-    if kind is not None and form is not None and quantised:
-        parts: dict[str, Ref] = {**BlocksRef.parts(raw.name, raw, kind, form)}
+    if blocks and kind is not None and kind.mode in BLOCK_MODES and quantised and not columns:
+        parts: dict[str, Ref] = {"weight": raw}
+    elif kind is not None and form is not None and quantised:
+        parts = {**BlocksRef.parts(raw.name, raw, kind, form)}
     else:
         if kind is not None:
             ref = BlockValuesRef(raw.name, raw, kind=kind)

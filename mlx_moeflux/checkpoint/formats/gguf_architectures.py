@@ -254,6 +254,22 @@ _SCORED_KEYS = {
     "topk_group": lambda h: h.number("expert_group_used_count", 0) or 1,
 }
 
+IN_BLOCKS = frozenset(
+    [
+        "lm_head",
+        *(f"self_attn.{p}_proj" for p in "qkvo"),
+        *(f"linear_attn.in_proj_{p}" for p in ("qkv", "z")),
+        "linear_attn.out_proj",
+        *(
+            f"{mlp}.{p}"
+            for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts")
+            for p in PROJECTIONS
+        ),
+    ]
+)
+"""Matrices of the trunk, without their layer, that rows are multiplied with and nothing else: they
+may stay in blocks."""
+
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",

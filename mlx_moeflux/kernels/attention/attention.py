@@ -538,7 +538,7 @@ SDPA = Operation(
         "blas": Implementation(blas.sdpa_blas, on_cpu=True),
     },
     size=slice(2, 3),
-    kind=-1,
+    kind=lambda q, *others: str(q.shape[-1]),
     tokens={"q": 2, "gate": 1},
     example=_example,
     workloads={

@@ -48,6 +48,23 @@ def gather_blocks(x: mx.array, weight: mx.array, slots: mx.array, mode: BlockMod
     return mx.concatenate(products)[_indices(np.argsort(order))]
 
 
+def multiply_blocks(x: mx.array, weight: mx.array, mode: BlockMode) -> mx.array:
+    """x ``[..., in]``, weight ``[out, bytes of a row]`` uint8 -> ``[..., out]`` in the dtype of x:
+    one matrix for all rows, decoded some of its own rows at a time."""
+    wide = x.astype(mx.float32)
+    step = max(1, DECODED_BYTES // (4 * x.shape[-1]))
+    products: list[mx.array] = []
+    for start in range(0, len(weight), step):
+        some = weight[start : start + step]
+        if products:
+            # MLX would decode everything before it multiplies. Blocks have no gradient.
+            some = mx.stop_gradient(mx.depends([some], [products[-1]])[0])
+        products.append(wide @ mode.decode(some, mx).T)
+    return (products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)).astype(
+        x.dtype
+    )
+
+
 def decoding_bytes(out: int, width: int) -> int:
     """Return a bound of the bytes that the products with matrices ``[out, width]`` of one call
     allocate to decode them."""

@@ -1,3 +1,5 @@
+#include "blocks.metal"
+
 // A matrix [out, in] of affine numbers as floats. A lane takes V words, THREADS apart, so that
 // neighbours read and write neighbours; all are asked for before the first is used.
 template <int BITS, int GROUP, int V, int THREADS, typename T, typename W, typename S>
@@ -29,5 +31,25 @@ inline void dequantise(
       }
       store_pack(y + ulong(at) * per + from, values);
     }
+  }
+}
+
+// The at-th eight neighbours of blocks.
+template <typename E, typename T>
+inline void dequantise_eight(const device uchar* w, device T* y, uint at) {
+  const uint from = at * 8ul % E::ELEMENTS;
+  E eight;
+  eight.fetch(w + at / (E::ELEMENTS / 8) * ulong(E::BYTES), from);
+  const float scale = eight.scale(from), added = eight.added(from);
+  const bool ADDS = E::ADDS;
+  const int N = 16 / sizeof(T) < 8 ? 16 / sizeof(T) : 8;
+  for (int i = 0; i < 8; i += N) {
+    pack<T, N> values;
+    for (int j = 0; j < N; ++j) {
+      // Where something is added the product is exact.
+      const float q = number<8>(eight.word((i + j) / 4, from), (i + j) % 4, float(E::ZERO));
+      values.at[j] = T(ADDS ? metal::fma(scale, q, added) : scale * q);
+    }
+    store_pack(y + at * 8ul + i, values);
   }
 }

@@ -1,13 +1,16 @@
-"""Affine matrices as floats.
+"""Affine matrices, and such in ggml's blocks, as floats.
 
     y = scale number + bias
 
 Shapes:
-    weight: uint32 ``[..., out, in * bits / 32]``; scales, biases: ``[..., out, in / group]``.
+    weight: uint32 ``[..., out, in * bits / 32]``; scales, biases: ``[..., out, in / group]``; or
+    blocks, uint8 ``[..., out, bytes of a row]``.
     returns: ``[..., out, in]`` in the dtype asked for.
 """
 
 from __future__ import annotations
+
+import math
 
 import mlx.core as mx
 
@@ -27,6 +30,8 @@ def dequantise(stored: Stored, dtype: mx.Dtype) -> mx.array:
     products and sums are rounded each. Floats are cast."""
     if stored.spec is None:
         return stored.weight.astype(dtype)
+    if stored.spec.block is not None:
+        return stored.spec.block.decode(stored.weight, mx).astype(dtype)
     assert stored.scales is not None
     dense = mx.dequantize(stored.weight, stored.scales, stored.biases, **settings(stored.spec))
     return dense.astype(dtype)
@@ -46,6 +51,20 @@ _KERNEL = MetalKernel(
 )
 
 
+_BLOCKS = MetalKernel(
+    "dequantise_blocks",
+    file="dequantise.metal",
+    inputs=("w",),
+    outputs=("y",),
+    body="""
+        const uint at = thread_position_in_grid.x;
+        if (at < END) {
+            dequantise_eight<E>(w, y, at);
+        }
+    """,
+)
+
+
 def dequantise_fused(stored: Stored, dtype: mx.Dtype) -> mx.array:
     """The module's formula in one launch, with one rounding.
 
@@ -56,21 +75,26 @@ def dequantise_fused(stored: Stored, dtype: mx.Dtype) -> mx.array:
     weight, spec = stored.weight, stored.spec
     if spec is None or dtype not in FLOATS:
         raise UnsupportedError(f"dequantise: of {spec} there is no kernel to {dtype}.")
-    width = weight.shape[-1] * 32 // spec.bits
-    layout = matrix_of(stored, width)
+    width = spec.width(weight.shape[-1])
+    layout, shape = matrix_of(stored, width, blocks=True), (*weight.shape[:-1], width)
     if not 0 < weight.size < _MOST_WORDS:
         raise ShapeError(f"dequantise: a matrix {list(weight.shape)} has too many words, or none.")
+    if layout.block:
+        eights = math.prod(shape) // 8
+        groups = -(-eights // _THREADS), 1
+        launch = launch_of({"END": eights}, groups, _THREADS, [shape], dtype)
+        return _BLOCKS.using(E=layout.block)(weight, **launch)[0]
     arrays = arrays_of(stored)
     if weight.ndim != 2:  # MLX makes an operation of a reshape that changes nothing
         arrays = (array.reshape(-1, array.shape[-1]) for array in arrays)
     template = {"BITS": layout.bits, "GROUP": layout.group, "V": _WORDS, "THREADS": _THREADS}
-    groups, shape = -(-weight.size // (_WORDS * _THREADS)), (*weight.shape[:-1], width)
+    groups = -(-weight.size // (_WORDS * _THREADS))
     return _KERNEL(*arrays, **launch_of(template, (groups, 1), _THREADS, [shape], dtype))[0]
 
 
 def made_dense(stored: Stored, dtype: mx.Dtype) -> mx.array:
     """:func:`dequantise` in the quickest way that there is here."""
-    if stored.spec is not None and on_nvidia():
+    if stored.spec is not None and (stored.spec.block is not None or on_nvidia()):
         try:
             return dequantise_fused(stored, dtype)
         except (ShapeError, UnsupportedError):

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,9 +20,9 @@ from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import (
     FLOATS,
     Matrix,
-    arrays_of,
     matrix_of,
     staged_floats,
+    three_arrays_of,
 )
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits, most_threads
@@ -35,6 +36,9 @@ WIDE = 4096
 # So do rows of these widths, of which lanes take half as much (1536 -> 24576: 10.4 against 15.2;
 # 2048 -> 12352: no difference).
 MIDDLE = range(1536, 2048)
+# Rows of a matrix in blocks for each simdgroup: half as many where there are fewer than FEW_ROWS,
+# but not of NARROW columns or less, of which lanes take several rows at a time.
+BLOCK_ROWS, FEW_ROWS, NARROW = 4, 4096, 512
 # Floats of threadgroup memory for sums of squares.
 SQUARES = 32
 # Columns of a simdgroup, of wide rows and of the others.
@@ -60,6 +64,10 @@ def tiling(
         UnsupportedError: The rows are too wide.
     """
     simdgroups = simdgroups_of(width, threads)
+    if matrix.block:
+        own = block_rows(out, width)
+        tile = {"BITS": matrix.bits, "GROUP": matrix.group, "V": 1, "ROWS": own, "SPLIT": 0}
+        return -(-out // (own * simdgroups)), tile, SQUARES
     tile = {"BITS": matrix.bits, "GROUP": matrix.group}
     if shares_columns(width):
         tile["V"] = words_at_once(matrix, width, 16 if width >= WIDE else 8)
@@ -70,6 +78,12 @@ def tiling(
     own, words = math.gcd(ROWS, out), matrix.access(width, 16)
     tile |= {"ROWS": own, "SPLIT": 0, "V": words}
     return -(-out // (own * simdgroups)), tile, SQUARES + sum(staged_floats(matrix, words, width))
+
+
+def block_rows(out: int, width: int) -> int:
+    """Return how many of `out` rows in blocks a simdgroup computes: a power of two."""
+    most = math.gcd(BLOCK_ROWS, out)
+    return most if out >= FEW_ROWS or width <= NARROW else max(1, most // 2)
 
 
 @functools.cache
@@ -151,7 +165,8 @@ def project_fused(
             there is no GPU.
     """
     end = "normed" if normed else ""
-    kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, flat=flat)
+    known = {"flat": flat, "of_blocks": _OF_BLOCKS}
+    kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, **known)
     launch = _launch(call, most_threads())
     return kernel(*operands(kernel, x, weights, norm, residual), **launch)
 
@@ -165,7 +180,8 @@ def project_joined(
     Raises:
         ShapeError, UnsupportedError: As :func:`project_fused`.
     """
-    kernel, weights, call = chosen(_KERNELS, x, weights, "joined", norm, eps, flat=True)
+    known = {"flat": True, "of_blocks": _OF_BLOCKS}
+    kernel, weights, call = chosen(_KERNELS, x, weights, "joined", norm, eps, **known)
     if any(precise for *_, precise in call.parts):
         raise UnsupportedError("results that lie in one row have one dtype.")
     launch = _launch(call, most_threads())
@@ -182,9 +198,11 @@ def chosen(
     residual: mx.array | None = None,
     *,
     flat: bool,
+    of_blocks: Mapping[tuple[tuple[int, ...], str], MetalKernel] = MappingProxyType({}),
 ) -> tuple[MetalKernel, Sequence[Weight], Call]:
-    """Return the kernel of `kernels`, by structure and end, for a call; its matrices, split where
-    no kernel takes them whole; and what a launch depends on.
+    """Return the kernel of `kernels`, by structure and end, for a call, or of `of_blocks` if it has
+    matrices in blocks; its matrices, split where no kernel takes them whole; and what a launch
+    depends on.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -193,7 +211,10 @@ def chosen(
     C = x.shape[-1]
     if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
         raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
-    parts = tuple((matrix_of(w, C), w.results, w.precise) for w in weights)
+    parts = tuple((matrix_of(w, C, blocks=True), w.results, w.precise) for w in weights)
+    in_blocks = any(matrix.block for matrix, *_ in parts)
+    if in_blocks:
+        kernels = of_blocks
     structure = tuple(len(outs) for _, outs, _ in parts)
     if residual is not None and (
         structure != (1,)
@@ -203,7 +224,7 @@ def chosen(
         raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
     if (structure, end) not in kernels and max(structure, default=1) > 1:
         split = [part for weight in weights for part in weight.split()]
-        return chosen(kernels, x, split, end, norm, eps, flat=flat)
+        return chosen(kernels, x, split, end, norm, eps, flat=flat, of_blocks=of_blocks)
     kernel = kernels.get((structure, end))
     if kernel is None or (end and (norm is None or residual is not None)):
         given = f"{'without' if norm is None else 'with'} a norm{end and ', ' + end}"
@@ -211,6 +232,9 @@ def chosen(
             f"no kernel takes matrices by {structure} {given}; take the reference "
             "(MOEFLUX_KERNELS=project=reference)."
         )
+    if in_blocks:
+        stored = (f"in_blocks<{m.block}>" if m.block else "in_words" for m, *_ in parts)
+        kernel = kernel.using(**{f"B{i}": of for i, of in enumerate(stored)})
     shape, known = (x.size // C, C) if flat else x.shape, None if norm is None else eps
     return kernel, weights, Call(shape, x.dtype, known, residual is not None, end, parts)
 
@@ -227,7 +251,7 @@ def operands(
     inputs = [x, *more, x if norm is None else norm]
     if "residual" in kernel.inputs:
         inputs.append(x if residual is None else residual)
-    return inputs + [array for weight in weights for array in arrays_of(weight)]
+    return inputs + [array for weight in weights for array in three_arrays_of(weight)]
 
 
 def declared(name: str, structure: tuple[int, ...], end: str, *more: str) -> dict[str, Any]:
@@ -269,11 +293,14 @@ def joined_stride(end: int) -> int:
 STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
 # Those of a MoE block: router, and two of a shared expert, with or without its score.
 ENTRIES = ((1,), (4,), (1, 2), (2, 2), (1, 1, 1, 1))
+# Where some are in blocks, each is a matrix of its own.
+ALONE, ENTRIES_ALONE = ((1,), (1,) * 2, (1,) * 3, (1,) * 4), ((1,), (1,) * 3, (1,) * 4)
 
 
-def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
+def _kernel(structure: tuple[int, ...], end: str, *, blocks: bool = False) -> MetalKernel:
     """The kernel of a structure: threadgroups are dealt out among the results.
 
+    blocks: The storage of each matrix is a type, see block_matvec.metal.
     end: "normed" gives norm(x) too, "joined" writes all results and norm(x) into one array, where
     :func:`joined_places` says.
     """
@@ -298,7 +325,7 @@ def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
             --group;
         """
     places = [f"y + AT{i}" if end == "joined" else f"y{i}" for i in range(sum(structure))]
-    call = functools.partial(_call, added_to(structure, end), end == "joined")
+    call = functools.partial(_call, added_to(structure, end), end == "joined", blocks)
     first = 0
     for m, count in enumerate(structure):
         results = range(first, first + count)
@@ -315,15 +342,21 @@ def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
             both = both if last else f"if (group < 2 * GROUPS{i}) {{ {both} }}"
             apart = f"if (OUT{i} == OUT{j}) {{ {both} }} else {{ {apart} }}"
         body += apart + ("" if last else f"group = {group};")
+    if blocks:
+        known = declared("project_blocks", structure, end)
+        return MetalKernel(**known, file="block_matvec.metal", body=body)
     return MetalKernel(**declared("project", structure, end), file="matvec.metal", body=body)
 
 
-def _call(added: str, joined: bool, m: int, i: int, y: str, group: str, rows: str = "") -> str:
+def _call(
+    added: str, joined: bool, blocks: bool, m: int, i: int, y: str, group: str, rows: str = ""
+) -> str:
     """Result i, of matrix m; rows: by how many its matrix begins later."""
     steps = {"w": f"per_word<BITS{m}>()", "scales": f"GROUP{m}", "biases": f"GROUP{m}"}
     arrays = [f"{p}{m}" + (f" + {rows} * (IN / {n})" if rows else "") for p, n in steps.items()]
+    function = f"B{m}::multiply" if blocks else "norm_matvec"
     return f"""
-        norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, SPLIT{m},
+        {function}<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, SPLIT{m},
                     EXACT, FORM, RESIDUAL>(
             x, norm, as_type<float>(EPSILON), {added}, {", ".join(arrays)}, {y}, memory,
             {"STRIDE" if joined else f"OUT{i}"}, token, {group}, simdgroup, lane);
@@ -344,12 +377,15 @@ def _as_one(m: int, i: int, j: int, y: str, call: Callable[..., str]) -> str:
 
 _KEYS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed", "joined"]))
 _KERNELS = {key: _kernel(*key) for key in _KEYS}
-KERNELS = tuple(_KERNELS.values())
+_KEYS_OF_BLOCKS = (*product(ALONE, [""]), *product(ENTRIES_ALONE, ["normed", "joined"]))
+_OF_BLOCKS = {key: _kernel(*key, blocks=True) for key in _KEYS_OF_BLOCKS}
+KERNELS = (*_KERNELS.values(), *_OF_BLOCKS.values())
 
 
 def joining() -> tuple[MetalKernel, ...]:
     """The kernels of :func:`project_joined`."""
-    return tuple(kernel for key, kernel in _KERNELS.items() if key[1] == "joined")
+    every = (*_KERNELS.items(), *_OF_BLOCKS.items())
+    return tuple(kernel for key, kernel in every if key[1] == "joined")
 
 
 @functools.lru_cache(maxsize=256)

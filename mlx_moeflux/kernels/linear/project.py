@@ -19,16 +19,19 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import matvec, small_batch
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.operation import Builder, Implementation, Operation
 
 # Bytes of a matrix that are dense at a time, in rows that are a multiple of this: where a result's
 # rows do not begin at multiples of 16 bytes, cuBLAS takes a kernel of a third of the speed.
 MOST_DENSE, ROWS_AT_ONCE = 256 * 2**20, 128
+# Calls with matrices in ggml's blocks.
+BLOCKS = "blocks"
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _made_dense(weight: Any, dtype: mx.Dtype, most: int) -> list[Any]:
     one launch, or, of a large one, each when it is used."""
     if not isinstance(weight, Weight) or weight.spec is None or weight.precise:
         return [weight]
-    width, ends = weight.weight.shape[-1] * 32 // weight.spec.bits, [*accumulate(weight.results)]
+    width, ends = weight.spec.width(weight.weight.shape[-1]), [*accumulate(weight.results)]
     if ends[-1] * width * dtype.size > most:
         starts = [0, *ends]
         return [Dense(weight, *rows, most) for rows in zip(starts, ends, strict=False)]
@@ -117,9 +120,14 @@ def project_rows(
     x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
 ) -> list[mx.array]:
     """:func:`project` for some dozens of rows, see :func:`small_batch.project_rows`; float32, of
-    which products in tiles lose bits, goes to the reference."""
+    which products in tiles lose bits, goes to the reference, and matrices in blocks are made
+    dense."""
     if x.dtype == mx.float32 and x.size:
         return project(x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
+    if in_blocks(*weights):
+        return project_dequantised(
+            x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat
+        )
     return small_batch.project_rows(
         x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat
     )
@@ -128,6 +136,33 @@ def project_rows(
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
     widths = (2 * s.Hk * s.Dk + s.Hv * s.Dv, s.Hv * s.Dv)
     return (x(1, n, s.C), [examples.weight(s, x, *widths, width=s.C)]), {"norm": x(s.C)}
+
+
+def in_blocks(*weights: Any) -> str:
+    """Name the kind of calls with matrices in ggml's blocks."""
+    return BLOCKS if any(isinstance(w, Weight) and w.in_blocks for w in weights) else ""
+
+
+def _kind(x: mx.array, weights: Sequence[Weight]) -> str:
+    return in_blocks(*weights)
+
+
+def _blocks_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    width, outs = examples.block_width(s.C), (2 * s.Hk * s.Dk + s.Hv * s.Dv, s.Hv * s.Dv)
+    stored = examples.block_weight("q4_k", *outs, width=width)
+    return (x(1, n, width), [stored]), {"norm": x(width)}
+
+
+def _in_blocks(mode: str) -> Builder:
+    """An example with a matrix in ggml's blocks beside floats."""
+
+    def example(s: Sizes, n: int, x: Normal) -> Arguments:
+        width = examples.block_width(s.C)
+        weights = [Weight(0.2 * x(examples.N, width))]
+        weights.append(examples.block_weight(mode, s.F, s.F, width=width))
+        return (x(3, width), weights), {"norm": x(width), "eps": 1e-6, "normed": True}
+
+    return example
 
 
 def _example(s: Sizes, n: int, x: Normal) -> Arguments:
@@ -148,6 +183,8 @@ PROJECT = Operation(
     tokens={"x": -2, "residual": -2},
     by_rows=True,
     shrunk=("x", "residual"),
+    kind=_kind,
     example=_example,
-    workloads={"": _workload},
+    forms={mode: _in_blocks(mode) for mode in BLOCK_MODES},
+    workloads={"": _workload, BLOCKS: _blocks_workload},
 )

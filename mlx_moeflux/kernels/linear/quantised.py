@@ -3,7 +3,8 @@
 An affine matrix ``[out, in]`` holds numbers of 2, 4 or 8 bits in uint32 words, the lowest first,
 and a scale and a bias for every `group` neighbours of a row: value = scale * number + bias.
 Kernels of experts also read MXFP4 (:mod:`mlx_moeflux.checkpoint.quantization`), whose scales stand
-where a launch wants biases, and ggml's blocks (:mod:`mlx_moeflux.checkpoint.blocks`).
+where a launch wants biases. They and those of single rows read ggml's blocks too
+(:mod:`mlx_moeflux.checkpoint.blocks`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
@@ -64,6 +66,11 @@ class Matrix:
     tiny: bool = False
     block: str = ""
 
+    @property
+    def number(self) -> int:
+        """ggml's number of the type of the blocks."""
+        return BLOCK_MODES[self.block].number
+
     def words(self, width: int) -> int:
         """Words of a row of `width` numbers."""
         return width * self.bits // 32 if self.bits else width
@@ -79,9 +86,11 @@ class Matrix:
         return count
 
 
-def matrix_of(matrix: Stored, width: int, *, of_expert: bool = False) -> Matrix:
-    """Return the storage of rows of `width` numbers. of_expert: The kernels also read MXFP4,
-    blocks, and floats in rows of multiples of 8.
+def matrix_of(
+    matrix: Stored, width: int, *, blocks: bool = False, of_expert: bool = False
+) -> Matrix:
+    """Return the storage of rows of `width` numbers. blocks: The kernels also read blocks.
+    of_expert: They also read blocks, MXFP4, and floats in rows of multiples of 8.
 
     Raises:
         ShapeError: The arrays do not fit together.
@@ -90,7 +99,7 @@ def matrix_of(matrix: Stored, width: int, *, of_expert: bool = False) -> Matrix:
     weight, spec = matrix.weight, matrix.spec
     if weight is None:
         raise UnsupportedError("kernels read matrices, not modules that stand for one.")
-    if of_expert and spec is not None and spec.block is not None:
+    if (blocks or of_expert) and spec is not None and spec.block is not None:
         return _blocks_of(weight, spec, width)
     if spec is None:
         found = Matrix(0, 32)
@@ -152,6 +161,12 @@ def arrays_of(matrix: Stored) -> tuple[mx.array, ...]:
     if scales is None:
         return weight, weight, weight
     return weight, scales, scales if biases is None else biases
+
+
+def three_arrays_of(matrix: Stored) -> tuple[mx.array, ...]:
+    """:func:`arrays_of` for kernels of any storage: the weight of blocks stands for all three."""
+    arrays = arrays_of(matrix)
+    return arrays if len(arrays) == 3 else arrays * 3
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.linear.blocks import multiply_blocks
 from mlx_moeflux.kernels.linear.dequantise import made_dense
 from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.kernels.runtime.launcher import on_nvidia
@@ -33,6 +34,11 @@ class Weight:
         """Widths of what it gives."""
         return self.outs or (self.weight.shape[0],)
 
+    @property
+    def in_blocks(self) -> bool:
+        """True if it is stored in ggml's blocks."""
+        return self.spec is not None and self.spec.block is not None
+
     def stored(self) -> dict[str, mx.array]:
         """Its arrays by name."""
         named = {"weight": self.weight, "scales": self.scales, "biases": self.biases}
@@ -43,6 +49,8 @@ class Weight:
         x = x.astype(mx.float32) if self.precise else x
         if self.spec is None:
             return x @ self.weight.T
+        if self.spec.block is not None:
+            return multiply_blocks(x, self.weight, self.spec.block)
         known, scales, biases = settings(self.spec), self.scales, self.biases
         assert scales is not None
         group = self.spec.group_size

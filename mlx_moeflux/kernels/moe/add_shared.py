@@ -26,6 +26,7 @@ from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import small_batch
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.matvec import simdgroups_of, tiling
+from mlx_moeflux.kernels.linear.project import BLOCKS, in_blocks
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.linear.small_batch import (
     most_token_tiles,
@@ -108,6 +109,18 @@ _KERNEL = MetalKernel(
 )
 
 
+_IN_BLOCKS = MetalKernel(
+    "add_shared_blocks",
+    file="block_matvec.metal",
+    inputs=("residual", "experts", "gate", "up", "score", "w"),
+    outputs=("y",),
+    body="""
+        add_shared_blocks<ROWS, SIMDGROUPS, IN, OUT, EXACT, ROUTED, SCORED, E>(
+            residual, experts, gate, up, score, w, y, threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
 _PRODUCT = MetalKernel(
     "shared_product",
     file="matvec.metal",
@@ -142,8 +155,8 @@ def add_shared_fused(
     residual, experts, gate, up, down, *, score=None, apart_from=APART
 ) -> mx.array:
     """The module's formula in one launch for a few rows, each on its own, with one rounding; or
-    with a matrix of `apart_from` numbers or more in two, of which the first does not need
-    `experts`, with the same bits.
+    with a matrix of `apart_from` numbers or more, if it is not in blocks, in two, of which the
+    first does not need `experts`, with the same bits.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -151,6 +164,9 @@ def add_shared_fused(
     """
     summed, scores, known = checked(residual, experts, gate, up, down, score)
     launch = _launch(known, most_threads(), apart_from)
+    if known.matrix.block:
+        kernel = _IN_BLOCKS.using(E=known.matrix.block)
+        return kernel(residual, summed, gate, up, scores, down.weight, **launch)[0]
     if isinstance(launch, tuple):
         product, rest = launch
         products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
@@ -180,7 +196,7 @@ def checked(residual, experts, gate, up, down, score) -> tuple[mx.array, mx.arra
     """
     C, F = residual.shape[-1], gate.shape[-1]
     N = residual.size // C
-    matrix = matrix_of(down, F)
+    matrix = matrix_of(down, F, blocks=True)
     if residual.dtype not in FLOATS or any(a.dtype != residual.dtype for a in (gate, up)):
         raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
     if score is not None and (score.size != N or score.dtype != residual.dtype):
@@ -208,7 +224,7 @@ def _launch(
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
     template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
     rows = math.prod(leading)
-    if not known.routed or apart_from > F * C:
+    if not known.routed or apart_from > F * C or known.matrix.block:
         template |= {"ROUTED": known.routed, "SCORED": scored}
         return launch_of(template, (groups, rows), 32 * simdgroups, [known.shape], dtype)
     product = launch_of(template, (groups, rows), 32 * simdgroups, [(rows, C)], mx.float32)
@@ -236,7 +252,7 @@ _ROWS = MetalKernel(
 def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`add_shared` in one launch for some dozens of rows: SwiGLU is rounded to the dtype of
     the rows, each weight read once for up to 32. float32 goes to the kernel of a few rows, whose
-    bits are the same in a trace and outside.
+    bits are the same in a trace and outside; a matrix in blocks is made dense.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -244,6 +260,8 @@ def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.arra
     """
     if residual.dtype == mx.float32:
         return add_shared_fused(residual, experts, gate, up, down, score=score)
+    if in_blocks(down):
+        return add_shared_dequantised(residual, experts, gate, up, down, score=score)
     summed, scores, known = checked(residual, experts, gate, up, down, score)
     launch = _rows_launch(known, most_bytes())
     tokens = row_count(residual.size // residual.shape[-1])
@@ -268,11 +286,22 @@ def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(1, n, s.C), x(n, s.C, dtype=mx.float32), *inner), {"score": x(n, 1)}
 
 
+def _blocks_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    width = examples.block_width(s.F)
+    down = examples.block_weight("q4_k", s.C, width=width)
+    sums = x(1, n, s.C), x(n, s.C, dtype=mx.float32)
+    return (*sums, x(n, width), x(n, width), down), {"score": x(n, 1)}
+
+
+def _kind(residual: mx.array, experts: Any, gate: mx.array, up: mx.array, down: Weight) -> str:
+    return in_blocks(down)
+
+
 ADD_SHARED = Operation(
     name="add_shared",
     reference=add_shared,
     others={
-        "fused": Implementation(add_shared_fused, kernels=(_KERNEL, _PRODUCT, _SUM)),
+        "fused": Implementation(add_shared_fused, kernels=(_KERNEL, _IN_BLOCKS, _PRODUCT, _SUM)),
         "rows": Implementation(add_shared_rows, kernels=(_ROWS,)),
         "dequantised": Implementation(
             add_shared_dequantised, kernels=moe_combine.MOE_COMBINE.others["fused"].kernels
@@ -284,7 +313,8 @@ ADD_SHARED = Operation(
     by_rows=True,
     shrunk=("residual", "experts"),
     replaces=("moe_combine",),
+    kind=_kind,
     example=_workload,
     example_tokens=3,
-    workloads={"": _workload},
+    workloads={"": _workload, BLOCKS: _blocks_workload},
 )

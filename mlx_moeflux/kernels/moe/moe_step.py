@@ -116,12 +116,32 @@ def _inner_kernel(name: str, arrays: Sequence[str], rows: str) -> MetalKernel:
     )
 
 
-def _finish_kernel(name: str, arrays: Sequence[str], products: str) -> MetalKernel:
-    """products: A call that computes ROWS weighted products of a pair, with `arrays` in it."""
+_SHARED_INPUTS = ("shared_scales", "shared_biases")
+_STAGE = """
+        if (SHARED) {
+          stage<INNER, SHARED_BITS, EXACT, SHARED_V * per_word<SHARED_BITS>(), SWIGLU>(
+              values, sums, row + token * STRIDE + GATE, row + token * STRIDE + UP, k * 32 + lane,
+              32 * (K + 1));
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+"""
+_STAGED = """shared_products<ROWS, INNER, SHARED_BITS, SHARED_GROUP, SHARED_V, EXACT>(
+              values, sums, w, shared_scales, shared_biases, products + K * ROWS, first, lane);"""
+_IN_BLOCKS = """block_products<ROWS, INNER, OUT, SWIGLU, EXACT, S>(
+              row + token * STRIDE + GATE, row + token * STRIDE + UP, w, products + K * ROWS, 1.0f,
+              0, first, lane);"""
+
+
+def _finish_kernel(
+    name: str, arrays: Sequence[str], products: str, *, blocks: bool = False
+) -> MetalKernel:
+    """products: A call that computes ROWS weighted products of a pair, with `arrays` in it. blocks:
+    The shared expert is in blocks."""
+    own = ", ".join(["h + (token * K + k) * IN"] * (2 if len(arrays) == 1 else 1))
     return MetalKernel(
         name,
         file="moe_step.metal",
-        inputs=("h", *arrays, "residual", "row", "w", "shared_scales", "shared_biases"),
+        inputs=("h", *arrays, "residual", "row", "w", *([] if blocks else _SHARED_INPUTS)),
         outputs=("y",),
         body=f"""
         threadgroup float products[(K + 1) * ROWS];
@@ -134,22 +154,15 @@ def _finish_kernel(name: str, arrays: Sequence[str], products: str) -> MetalKern
             h + ulong(threadgroups_per_grid.y) * K * (IN + 1) + token * K;
         const device uint* slots =
             (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN) + token * K;
-        if (SHARED) {{
-          stage<INNER, SHARED_BITS, EXACT, SHARED_V * per_word<SHARED_BITS>(), SWIGLU>(
-              values, sums, row + token * STRIDE + GATE, row + token * STRIDE + UP, k * 32 + lane,
-              32 * (K + 1));
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        }}
+        {"" if blocks else _STAGE}
         if (k < K) {{
           if (slots[k] < down_shape[0]) {{
             {products}(
-                h + (token * K + k) * IN, {", ".join(arrays)},
-                {"" if len(arrays) == 1 else "h, "}products + k * ROWS, weights[k], slots[k],
-                first, lane);
+                {own}, {", ".join(arrays)}, {"" if len(arrays) == 1 else "h, "}products + k * ROWS,
+                weights[k], slots[k], first, lane);
           }}
         }} else if (SHARED) {{
-          shared_products<ROWS, INNER, SHARED_BITS, SHARED_GROUP, SHARED_V, EXACT>(
-              values, sums, w, shared_scales, shared_biases, products + K * ROWS, first, lane);
+          {_IN_BLOCKS if blocks else _STAGED}
         }}
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (k == 0 && lane < ROWS) {{
@@ -172,10 +185,10 @@ _FINISH = _finish_kernel(
 _INNER_BLOCKS = _inner_kernel(
     "moe_step_inner_blocks", ("gate", "up"), "block_inner<ROWS, IN, OUT, G, U, L, EXACT, 0, 0>"
 )
-_FINISH_BLOCKS = _finish_kernel(
-    "moe_step_finish_blocks", ("down",), "block_products<ROWS, IN, OUT, EXACT, E>"
-)
-KERNELS = (_INNER, _FINISH, _INNER_BLOCKS, _FINISH_BLOCKS)
+_PRODUCTS = "block_products<ROWS, IN, OUT, PLAIN, EXACT, E>"
+_FINISH_BLOCKS = _finish_kernel("moe_step_finish_blocks", ("down",), _PRODUCTS)
+_ALL_BLOCKS = _finish_kernel("moe_step_finish_all_blocks", ("down",), _PRODUCTS, blocks=True)
+KERNELS = (_INNER, _FINISH, _INNER_BLOCKS, _FINISH_BLOCKS, _ALL_BLOCKS)
 
 
 def moe_step_fused(
@@ -211,11 +224,11 @@ def _takes(
 
 def _launches(x, weights, bank, k, normalise, table, down) -> tuple[Launch, Launch]:
     """The launches behind the projections, for arguments of :func:`moe_step_fused`."""
-    parts = tuple((matrix_of(w, x.shape[-1]), w.results) for w in weights)
+    parts = tuple((matrix_of(w, x.shape[-1], blocks=True), w.results) for w in weights)
     shared = described = None
     if down is not None:
         F = parts[-1][1][-1]
-        shared = matrix_of(down, F), down.weight.shape[0]
+        shared = matrix_of(down, F, blocks=True), down.weight.shape[0]
     if table is not None:
         described = table.shape, table.dtype
     known = x.shape, x.dtype, parts, bank.layout, bank.slots, shared, described
@@ -252,7 +265,9 @@ def _launch(
     if used > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {k} experts.")
     F, exact = layout.F, dtype == mx.float32
-    inner, finish, of_inner, of_finish = _reading(layout)
+    if shared is not None and shared[0].block and not layout.in_blocks:
+        raise UnsupportedError("moe_step takes a shared expert in blocks beside such experts.")
+    inner, finish, of_inner, of_finish = _reading(layout, shared and shared[0].block)
     rows, groups = of_inner["ROWS"], of_inner["SIMDGROUPS"]
     template = {**of_inner, "E": E, "K": k, "IN": C, "OUT": F, "EXACT": exact}
     template |= {"NORMALISE": normalise, "TABLED": table is not None, "STRIDE": stride}
@@ -265,27 +280,32 @@ def _launch(
     template |= {"SHARED_BITS": 0, "SHARED_GROUP": 32, "SHARED_V": 4}
     if shared is not None:
         width, stored = widths[-1], shared[0]
-        words = stored.access(width, 16)
-        if matvec.shares_columns(width):
-            raise UnsupportedError(f"add_shared takes a shared expert of {width} in another order.")
-        staged, sums = staged_floats(stored, words, width)
-        template |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
-        template |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
-        template |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
+        template |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1], "INNER": width}
+        if not stored.block:
+            words = stored.access(width, 16)
+            if matvec.shares_columns(width):
+                raise UnsupportedError(
+                    f"add_shared takes a shared expert of {width} in another order."
+                )
+            staged, sums = staged_floats(stored, words, width)
+            template |= {"STAGED": staged, "SUMS": sums, "SHARED_V": words}
+            template |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
     blocks = C // of_finish["ROWS"], N
     return first, (finish, launch_of(template, blocks, used, [shape], dtype))
 
 
 def _reading(
-    layout: ExpertLayout,
+    layout: ExpertLayout, shared: str | None
 ) -> tuple[MetalKernel, MetalKernel, dict[str, int], dict[str, int]]:
-    """The two kernels that read such experts, and what their templates say of it."""
+    """The two kernels that read such experts, and what their templates say of it. shared: The type
+    of the shared expert's blocks, if it is in blocks."""
     of = expert_blocks if layout.in_blocks else expert_pairs
     of_inner = {"ROWS": of.INNER_ROWS, "SIMDGROUPS": of.INNER_SIMDGROUPS}
     of_finish = {"ROWS": of.OUTER_ROWS}
     if layout.in_blocks:
         inner = _INNER_BLOCKS.using(**expert_blocks.inner_types(layout))
-        finish = _FINISH_BLOCKS.using(**expert_blocks.outer_types(layout))
+        types = expert_blocks.outer_types(layout)
+        finish = _ALL_BLOCKS.using(**types, S=shared) if shared else _FINISH_BLOCKS.using(**types)
         return inner, finish, of_inner, of_finish
     for entries, matrix, width in (
         (of_inner, layout.inner, layout.C),

@@ -6,12 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import dequantise as module
 from mlx_moeflux.kernels.linear.dequantise import dequantise, dequantise_fused, made_dense
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.runtime.launcher import NoBackend, set_backend
+from tests.kernels.experts import dense, random_matrix
 from tests.kernels.harness import Case, emulated, float64, launched
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
@@ -60,11 +62,27 @@ def test_every_number_arrives(device, sizes):
     assert np.abs(float64(dequantise(stored, dtype)) - truth).max() <= unit * np.abs(truth).max()
 
 
+@pytest.mark.parametrize("mode", BLOCK_MODES)
+def test_every_number_of_blocks_arrives(device, mode):
+    stored, truth = in_blocks(mode)
+    for dtype in (F32, F16, BF16):
+        for y in (dequantise_fused(stored, dtype), dequantise(stored, dtype)):
+            assert y.dtype == dtype
+            assert np.array_equal(float64(y), rounded(truth, dtype))
+
+
 def test_rows_of_a_matrix(device):
     """A view that begins within the array."""
     stored, truth = matrix((40, 64), 4, 32, BF16)
     y = dequantise_fused(stored.rows(7, 33), BF16)
     assert np.array_equal(float64(y), rounded(truth[7:33], BF16))
+
+
+def in_blocks(mode: str) -> tuple[Weight, np.ndarray]:
+    """Random blocks, and what they say."""
+    rng = np.random.default_rng(9)
+    stored = Weight(*random_matrix(rng, (2, 35, 768), bits=mode, group=0, dtype=F32))
+    return stored, dense(stored)
 
 
 def test_the_quickest_way(monkeypatch):
@@ -77,7 +95,8 @@ def test_the_quickest_way(monkeypatch):
             assert np.abs(float64(made_dense(stored, F32)) - truth).max() < 1e-5
             assert mx.abs(made_dense(other, F16) - 1.0).max() < 1e-3
             assert made_dense(plain, F16).dtype == F16
-        assert names == ["dequantise"] * there
+            assert made_dense(in_blocks("q4_k")[0], F16).dtype == F16
+        assert names == ["dequantise"] * there + ["dequantise_blocks"]
 
 
 def test_wrong_arguments():
@@ -105,7 +124,18 @@ def case(sizes):
     return Case(str(sizes), call, lambda: [rounded(truth, dtype)], 0.0)
 
 
-CASES = {"dequantise": [case(sizes) for sizes in SIZES]}
+def case_in_blocks(mode: str, dtype: mx.Dtype):
+    stored, truth = in_blocks(mode)
+    call = lambda: [dequantise_fused(stored, dtype)]  # noqa: E731
+    return Case(f"{mode} {dtype}", call, lambda: [rounded(truth, dtype)], 0.0)
+
+
+CASES = {
+    "dequantise": [case(sizes) for sizes in SIZES],
+    "dequantise_blocks": [
+        case_in_blocks(*each) for each in (("q4_k", BF16), ("q6_k", F32), ("iq4_nl", F16))
+    ],
+}
 
 EQUIVALENT = {
     "dequantise.metal": {

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.linear import matvec
+from mlx_moeflux.kernels.linear import blocks, matvec
 from mlx_moeflux.kernels.linear.matvec import (
     _KERNELS,
     joined_places,
@@ -48,6 +48,14 @@ SIZES = [
     (2, 18432, [(4, 4, 64), (1, 0, 32)], mx.float32),
     (2, 6144, [(3, 2, 32), (2, 0, 32)], mx.float32),
     (2, 4128, [(16, 4, 32), (8, 0, 32)], mx.bfloat16),
+    # In blocks, beside others.
+    (1, 256, [(7, "q4_k", 0), (6, "q6_k", 0), (5, "q8_0", 0), (2, 0, 32)], mx.float32),
+    (2, 96, [(5, "q4_0", 0), (8, "q5_1", 0), (3, "iq4_nl", 0), (1, "q8_0", 0)], mx.float16),
+    (3, 512, [(6, "q5_k", 0), (8, "q3_k", 0)], mx.bfloat16),
+    (1, 1792, [(4, "q2_k", 0), (5, 4, 64)], mx.bfloat16),
+    (2, 4608, [(3, "q4_k", 0), (8, "iq4_xs", 0)], mx.bfloat16),
+    (1, 288, [(9, "q5_0", 0), (4, "q4_1", 0)], mx.float32),
+    (1, 32, [(4100, "q4_0", 0)], mx.float32),
 ]
 
 
@@ -237,6 +245,29 @@ def test_precise_results(device, implementation):
     assert error(logits, truth) <= (1e-3 if stock else 2e-6) * np.abs(truth).max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matrices_in_blocks_in_many_rows(device, dtype):
+    """Made dense in one launch, except for rows in float32, and in plain MLX."""
+    args, options, truths = arguments(
+        (11, 512, [(300, "q4_k", 0), (40, "q6_k", 0), (3, 0, 32)], dtype),
+        with_norm=True,
+        residual=False,
+    )
+    with harness.launched() as names:
+        results = project_dequantised(*args, **options)
+    assert names == ["dequantise_blocks"] * (2 if dtype != mx.float32 else 0)
+    # On NVIDIA dense products of float32 keep 11 bits.
+    unit = 1e-3 if dtype == mx.float32 else float(mx.finfo(dtype).eps)
+    for y, truth in zip(results, truths, strict=True):
+        assert y.dtype == dtype
+        assert error(y, truth) <= unit * np.abs(truth).max()
+    (whole,) = project(args[0], args[1][:1], **options)
+    with harness.patched(blocks, DECODED_BYTES=4 * 512 * 7):
+        (apart,) = project(args[0], args[1][:1], **options)
+    for y in (whole, apart):
+        assert error(y, truths[0]) <= unit * np.abs(truths[0]).max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "group"), [(40, 64), (5, 128), (130, 64)])
@@ -256,7 +287,15 @@ def test_modules_that_stand_for_a_matrix_are_refused():
         project_fused(x, [applied], norm=mx.ones((96,)))
 
 
-def case(structure, ends: str, *, C: int, alike: bool = False, norm: bool = True) -> Case:
+def case(
+    structure,
+    ends: str,
+    *,
+    C: int,
+    alike: bool = False,
+    norm: bool = True,
+    modes: tuple[str, ...] = (),
+) -> Case:
     """Matrices of different sizes and bits, the results of one as wide as each other if they are
     `alike`: two rows in one step; or wide, four rows in two steps
     of 16-bit numbers, stored in another order, with rows of a simdgroup, threadgroups, words a lane
@@ -282,6 +321,7 @@ def case(structure, ends: str, *, C: int, alike: bool = False, norm: bool = True
         sizes[0] = (sizes[0][0] + (1 - sum(map(sum, sizes))) % 8, *sizes[0][1:])
     for m, outs in enumerate(sizes):
         bits = (0, 2, 8, 4)[m - len(structure)] if wide else (4, 8, 2, 0)[m]
+        bits = modes[m] if m < len(modes) else bits
         matrix = random_matrix(rng, (sum(outs), C), bits=bits, group=32, dtype=dtype)
         weights.append(Weight(*matrix, outs))
         product = rows @ dense(weights[-1]).T
@@ -299,14 +339,14 @@ def case(structure, ends: str, *, C: int, alike: bool = False, norm: bool = True
         call = functools.partial(joined, x, weights, **options)
         return Case(f"joined-{C}-{alike}", call, lambda: [*truths, rows], limit)
     limit = max(limits((x, weights), options, truths))
-    name = "-".join([*map(str, structure), str(norm), ends, str(C), "alike" * alike])
+    name = "-".join([*map(str, structure), str(norm), ends, str(C), "alike" * alike, *modes])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
 
 
 def joined(x, weights, **options):
     """The parts of the one array."""
     row = project_joined(x, weights, **options)
-    parts = [(matrix_of(w, x.shape[-1]), w.results) for w in weights]
+    parts = [(matrix_of(w, x.shape[-1], blocks=True), w.results) for w in weights]
     places, end = joined_places(parts, x.shape[-1])
     assert row.shape == (x.shape[0], joined_stride(end))
     assert mx.array_equal(row[:, end:], mx.zeros((x.shape[0], row.shape[1] - end))).item()
@@ -357,3 +397,14 @@ CASES["project_1_1"].append(case((1, 1), "", C=4096))
 # whose next columns would begin where a row of 8 bits ends.
 CASES["project_1"].append(in_rounds(case((1,), "", C=4096)))
 CASES["project_1_1_1_1"].append(in_rounds(case((1, 1, 1, 1), "", C=4608)))
+# In blocks, beside a matrix in words: rows that several lanes share, whole and odd steps, a row
+# that is added, two results of one matrix.
+for (structure, ends), kernel in matvec._OF_BLOCKS.items():
+    modes = ("q5_k", "q4_k", "q6_k", "q8_0")
+    some = {"modes": modes[: max(len(structure) - 1, 1)], "norm": True}
+    CASES[kernel.name] = [case(structure, ends, C=C, **some) for C in (256, 1280)]
+CASES["project_blocks_1"] += [
+    case((1,), "residual", C=1280, norm=False, modes=("q6_k",)),
+    case((1,), "", C=96, modes=("q5_1",)),
+]
+CASES["project_blocks_1_1"].append(case((2,), "", C=512, alike=True, modes=("q3_k",)))

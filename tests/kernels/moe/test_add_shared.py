@@ -26,7 +26,12 @@ SIZES = [
     (2, 64, 128, 0, 32, mx.bfloat16),
     (3, 38, 1056, 4, 32, mx.bfloat16),
     (1, 9, 16416, 4, 32, mx.bfloat16),
+    # In blocks.
+    (2, 40, 256, "q4_k", 0, mx.bfloat16),
+    (1, 12, 96, "q5_0", 0, mx.float32),
+    (3, 22, 768, "q6_k", 0, mx.float16),
 ]
+BLOCKS = SIZES[7:]
 
 
 def arguments(sizes, *, scored, routed=True):
@@ -104,7 +109,11 @@ def case(sizes, scored: bool, routed: bool = True, apart_from: int = APART) -> C
 
 IN_TWO = [
     case(sizes, scored, apart_from=1)
-    for sizes, scored in ((SIZES[1], True), (SIZES[0], False), (SIZES[6], False))
+    for sizes, scored in (
+        (SIZES[1], True),
+        (SIZES[0], False),
+        (SIZES[6], False),
+    )
 ]
 CASES = {
     "shared_product": IN_TWO,
@@ -113,5 +122,9 @@ CASES = {
         *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
         case(SIZES[1], False, routed=False),
         case(SIZES[6], True),
+    ],
+    "add_shared_blocks": [
+        *(case(sizes, on) for sizes, on in zip(BLOCKS, (True, False, True), strict=True)),
+        case(BLOCKS[0], False, routed=False),
     ],
 }

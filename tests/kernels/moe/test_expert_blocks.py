@@ -248,14 +248,15 @@ EQUIVALENT = {
         "q6_k: off by one < -> <=": "a shift by nothing",
         "q6_k: off by one < -> + 1 <": STEP,
     },
-    "expert_blocks.metal": {
+    "block_rows.metal": {
         "add_eights: swapped arguments 1 and 2 of metal::fma": COMMUTES,
         "add_eights: swapped arguments 1 and 2 of metal::fma (2)": COMMUTES,
         "add_eights: swapped arguments 1 and 2 of metal::fma (3)": COMMUTES,
-        "take_eights: swapped parameters 1 and 2 of load_x": "Metal's factors are 1",
         "lanes_of: off by one > -> >=": IDLE,
         "lanes_of: off by one > -> >= (2)": IDLE,
-        "block_products: off by one < -> <= (4)": "lane N has the sum of value 0 too",
+    },
+    "expert_blocks.metal": {
+        "block_products: off by one < -> <=": "lane N has the sum of value 0 too",
     },
 }
 CASES = {

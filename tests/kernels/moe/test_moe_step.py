@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.matvec import project_fused
 from mlx_moeflux.kernels.linear.weight import Weight
@@ -47,9 +48,9 @@ SIZES = [
     (2, 3, 9, 96, 40, 0, False, 0, 0, 32, mx.bfloat16, True, True, mx.float32),
     (1, 2, 9, 64, 32, 32, True, 4, 8, 32, mx.bfloat16, False, True, mx.float16),
     # In blocks.
-    (2, 3, 9, 256, 256, 64, True, "q4_k", "q6_k", 32, mx.bfloat16, True, True),
+    (2, 3, 9, 256, 256, 256, True, "q4_k", "q6_k", 32, mx.bfloat16, True, True),
     (2, 2, 9, 96, 160, 0, False, "q5_0", "q8_0", 32, mx.float32, False, True),
-    (1, 3, 9, 512, 256, 96, True, "q3_k", "q2_k", 32, mx.float16, True, False),
+    (1, 3, 9, 512, 256, 768, True, "q3_k", "q2_k", 32, mx.float16, True, False),
     (2, 2, 9, 256, 32, 32, False, "iq4_xs", "iq4_nl", 32, mx.bfloat16, True, True),
     (1, 2, 9, 768, 512, 32, True, "q5_k", "q5_k", 32, mx.bfloat16, False, True),
     (1, 2, 9, 288, 1024, 32, True, "q5_1", "q6_k", 32, mx.float32, False, True),
@@ -82,15 +83,18 @@ def arguments(sizes):
         bank = random_bank(slots=slots, C=C, F=F, dtype=(*other, dtype)[0], **numbers)
     router = (E, 1) if scored else (E,)
 
-    def matrix(rows: int, width: int, bits: int, outs: tuple[int, ...] = ()) -> Weight:
+    def matrix(rows: int, width: int, bits: int | str, outs: tuple[int, ...] = ()) -> Weight:
+        if isinstance(bits, str) and width % BLOCK_MODES[bits].elements:
+            bits = 4
         parts = random_matrix(rng, (rows, width), bits=bits, group=32, dtype=dtype)
         return Weight(*parts, outs)
 
     weights = [matrix(sum(router), C, 8, router)]
     options = {"norm": random_array(rng, (C,), dtype), "eps": EPS, "k": K, "normalise": normalise}
     if inner:
-        weights.append(matrix(2 * inner, C, 4, (inner, inner)))
-        options["down"] = matrix(C, inner, 4)
+        of_shared, of_down = (b if isinstance(b, str) else 4 for b in (bits, down_bits))
+        weights.append(matrix(2 * inner, C, of_shared, (inner, inner)))
+        options["down"] = matrix(C, inner, of_down)
     if tabled:
         table = np.append(rng.permutation(slots)[:E], 0xFFFFFFFF).astype(np.uint32)
         options["table"] = mx.array(table)
@@ -236,6 +240,9 @@ IN_BLOCKS = [
     (2, 3, 9, 96, 64, 96, True, "q5_0", "q8_0", 32, mx.float32, True, True),
     (2, 2, 9, 256, 256, 0, False, "q4_k", "q6_k", 32, mx.float32, False, False),
 ]
+# The shared expert's last matrix is in words; it is in blocks.
+IN_WORDS = (2, 3, 9, 256, 256, 96, True, "q4_k", "q6_k", 32, mx.float32, True, True)
+ALL_BLOCKS = (2, 2, 9, 256, 256, 768, False, "iq4_nl", "q3_k", 32, mx.float32, True, True)
 # Lanes that take two words at a time; for the last launch in two steps.
 WIDE = {
     "moe_step_inner": (2, 2, 9, 512, 32, 32, False, 4, 4, 32, mx.float32, True, False),
@@ -252,7 +259,12 @@ CASES = {
     "moe_step_inner_blocks": [
         case(sizes, "moe_step_inner_blocks", pick) for sizes in IN_BLOCKS for pick in (0, 1, 2)
     ],
-    "moe_step_finish_blocks": [case(sizes, "moe_step_finish_blocks", 3) for sizes in IN_BLOCKS],
+    "moe_step_finish_blocks": [
+        case(sizes, "moe_step_finish_blocks", 3) for sizes in (IN_WORDS, IN_BLOCKS[1])
+    ],
+    "moe_step_finish_all_blocks": [
+        case(sizes, "moe_step_finish_all_blocks", 3) for sizes in (IN_BLOCKS[0], ALL_BLOCKS)
+    ],
 }
 EQUIVALENT = {
     "moe_step.metal": {
