@@ -42,7 +42,7 @@ inline void dequantise_eight(const device uchar* w, device T* y, uint at) {
   eight.fetch(w + at / (E::ELEMENTS / 8) * ulong(E::BYTES), from);
   const float scale = eight.scale(from), added = eight.added(from);
   const bool ADDS = E::ADDS;
-  const int N = 16 / sizeof(T) < 8 ? 16 / sizeof(T) : 8;
+  const int N = 16 / sizeof(T);
   for (int i = 0; i < 8; i += N) {
     pack<T, N> values;
     for (int j = 0; j < N; ++j) {

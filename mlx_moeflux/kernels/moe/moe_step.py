@@ -137,7 +137,7 @@ def _finish_kernel(
 ) -> MetalKernel:
     """products: A call that computes ROWS weighted products of a pair, with `arrays` in it. blocks:
     The shared expert is in blocks."""
-    own = ", ".join(["h + (token * K + k) * IN"] * (2 if len(arrays) == 1 else 1))
+    in_blocks = len(arrays) == 1
     return MetalKernel(
         name,
         file="moe_step.metal",
@@ -158,8 +158,8 @@ def _finish_kernel(
         if (k < K) {{
           if (slots[k] < down_shape[0]) {{
             {products}(
-                {own}, {", ".join(arrays)}, {"" if len(arrays) == 1 else "h, "}products + k * ROWS,
-                weights[k], slots[k], first, lane);
+                h + (token * K + k) * IN, {"h, " if in_blocks else ""}{", ".join(arrays)},
+                {"" if in_blocks else "h, "}products + k * ROWS, weights[k], slots[k], first, lane);
           }}
         }} else if (SHARED) {{
           {_IN_BLOCKS if blocks else _STAGED}

@@ -400,11 +400,32 @@ CASES["project_1_1_1_1"].append(in_rounds(case((1, 1, 1, 1), "", C=4608)))
 # In blocks, beside a matrix in words: rows that several lanes share, whole and odd steps, a row
 # that is added, two results of one matrix.
 for (structure, ends), kernel in matvec._OF_BLOCKS.items():
-    modes = ("q5_k", "q4_k", "q6_k", "q8_0")
-    some = {"modes": modes[: max(len(structure) - 1, 1)], "norm": True}
-    CASES[kernel.name] = [case(structure, ends, C=C, **some) for C in (256, 1280)]
+    count = max(len(structure) - 1, 1)
+    CASES[kernel.name] = [
+        case(structure, ends, C=96, modes=("q5_1", "q4_0", "iq4_nl")[:count]),
+        case(structure, ends, C=1280, modes=("q5_k", "q4_k", "q6_k")[:count]),
+    ]
 CASES["project_blocks_1"] += [
+    case((1,), "", C=256, modes=("q2_k",)),
     case((1,), "residual", C=1280, norm=False, modes=("q6_k",)),
-    case((1,), "", C=96, modes=("q5_1",)),
 ]
 CASES["project_blocks_1_1"].append(case((2,), "", C=512, alike=True, modes=("q3_k",)))
+
+# A matrix in blocks takes what one in words does, and reads its weight alone.
+_UNREAD = {
+    "swapped arguments 5 and 6": "the weight stands for all three arrays",
+    "swapped arguments 6 and 7": "the weight stands for all three arrays",
+    **dict.fromkeys([f"swapped parameters {n} and {n + 1}" for n in (6, 7, 8)], "blocks have none"),
+    "swapped parameters 9 and 10": "blocks have no SPLIT, and Metal no tiny floats",
+}
+EQUIVALENT = {
+    "block_matvec.metal": {
+        "in_blocks: swapped arguments 5 and 6 of multiply": _UNREAD["swapped arguments 5 and 6"]
+    }
+    | {
+        f"{kernel.name}: {what} of B{m}::multiply": why
+        for (structure, _), kernel in matvec._OF_BLOCKS.items()
+        for m in range(max(len(structure) - 1, 1))
+        for what, why in _UNREAD.items()
+    }
+}

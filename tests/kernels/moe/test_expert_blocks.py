@@ -240,6 +240,7 @@ def case(sizes, tile: expert_tiles.Tile | None = None) -> Case:
 
 FEW_CASES = [case(sizes) for sizes in SIZES]
 MANY_CASES = [case(sizes, expert_tiles.SMALL) for sizes in MANY]
+POWERS = "powers of two"
 COMMUTES, STEP, IDLE = "a product", "multiples of the step", "lanes without a unit add zero"
 EQUIVALENT = {
     "blocks.metal": {
@@ -254,9 +255,10 @@ EQUIVALENT = {
         "add_eights: swapped arguments 1 and 2 of metal::fma (3)": COMMUTES,
         "lanes_of: off by one > -> >=": IDLE,
         "lanes_of: off by one > -> >= (2)": IDLE,
-    },
-    "expert_blocks.metal": {
-        "block_products: off by one < -> <=": "lane N has the sum of value 0 too",
+        "block_totals: off by one < -> + 1 < (4)": POWERS,
+        "folded: off by one < -> + 1 < (2)": POWERS,
+        "folded: off by one < -> <=": "nothing reads what is written there",
+        "take_eights: off by one < -> + 1 < (2)": STEP,
     },
 }
 CASES = {
