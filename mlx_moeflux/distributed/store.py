@@ -309,6 +309,10 @@ class RankSlots:
         return self.local.prefetch
 
     @property
+    def timed_budget(self) -> None:
+        """None: ranks wait for one another, so that none can time its own budget."""
+
+    @property
     def reader(self) -> Reader:
         """This rank's reader."""
         return self.local.reader

@@ -19,6 +19,7 @@ from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction
 from mlx_moeflux.experts.policies.prefetch import Prefetch
+from mlx_moeflux.experts.policies.timed_budget import TimedBudget
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
@@ -106,6 +107,11 @@ class Streaming(Protocol):
     @property
     def prefetch(self) -> Prefetch | None:
         """The policy of reading ahead, or None."""
+        ...
+
+    @property
+    def timed_budget(self) -> TimedBudget | None:
+        """The trial of a smaller budget; None if the budget was given."""
         ...
 
     @property

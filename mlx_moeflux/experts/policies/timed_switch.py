@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 # Steps that are compared with as many others, and those before them that are not counted: after a
 # switch, and after a reset, when the banks fill.
@@ -157,16 +157,28 @@ class TimedSwitch:
         self._tried: Cost | None = None
 
 
+class StepListener(Protocol):
+    """Decides by what decode steps cost."""
+
+    def step(self, pairs: int, cost: Cost) -> None:
+        """Note a decode step of so many (token, expert) pairs."""
+        ...
+
+    def disturb(self) -> None:
+        """Note that steps before and after now cannot be compared."""
+        ...
+
+
 class DecodeSteps:
-    """Finds the decode steps among the calls of layers, and tells a switch what they cost: from the
-    beginning of the first layer's call to the end of the last layer's.
+    """Finds the decode steps among the calls of layers, and tells a listener what they cost: from
+    the beginning of the first layer's call to the end of the last layer's.
 
     clock: Returns the time and the sum of all waiting for reads, in seconds. most_pairs: Calls of
     more (token, expert) pairs are no decode steps.
     """
 
-    def __init__(self, switch: TimedSwitch, clock: Callable[[], Cost], most_pairs: int):
-        self.switch, self._clock, self._most_pairs = switch, clock, most_pairs
+    def __init__(self, listener: StepListener, clock: Callable[[], Cost], most_pairs: int):
+        self.listener, self._clock, self._most_pairs = listener, clock, most_pairs
         self._pairs = 0
         self._start: Cost | None = None
 
@@ -184,17 +196,12 @@ class DecodeSteps:
             self._start = None
             # A reset of the statistics sets the stalls to zero.
             stalled = max(now.stalled - then.stalled, 0.0)
-            self.switch.step(self._pairs, Cost(now.seconds - then.seconds, stalled))
-
-    def reset(self) -> None:
-        """Let the switch forget everything."""
-        self._start = None
-        self.switch.reset()
+            self.listener.step(self._pairs, Cost(now.seconds - then.seconds, stalled))
 
     def disturb(self) -> None:
         """Note that what has begun is no decode step, or does not end."""
         self._start = None
-        self.switch.disturb()
+        self.listener.disturb()
 
 
 def middle(values: Sequence[float]) -> float:

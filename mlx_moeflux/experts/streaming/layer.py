@@ -474,7 +474,8 @@ class StreamedLayer:
         self.change.end()
 
     def resize(self, slots: int, events: EventHook | None) -> None:
-        """Change the number of slots; the policy chooses the victims of a smaller bank."""
+        """Change the number of slots; the policy chooses the victims of a smaller bank. After
+        :meth:`release` there is no bank until :meth:`restore`."""
         self.settle(events)
         excess = len(self.table) - slots
         with self.change:
@@ -486,10 +487,12 @@ class StreamedLayer:
                     self.evict(expert, events)
             self._device_table = None
             try:
-                self.bank.resize(slots, self.table.resize(slots))
+                moves = self.table.resize(slots)
+                if self.bank.slots:
+                    self.bank.resize(slots, moves)
             except BaseException:
                 # Bank and table may disagree: start with an empty table.
-                self.table = SlotTable(self.bank.slots, self.table.num_experts)
+                self.table = SlotTable(self.bank.slots or slots, self.table.num_experts)
                 raise
             # Pending outputs keep the old arrays, which no one writes again.
             self._readers_of_bank.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -12,7 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checks import is_positive
-from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError, UnsupportedError
+from mlx_moeflux.errors import (
+    ExpertFileError,
+    InputError,
+    MemoryBudgetError,
+    ShapeError,
+    UnsupportedError,
+)
+from mlx_moeflux.experts.budget import format_bytes
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
     REFERENCE_MIX,
@@ -43,7 +50,8 @@ from mlx_moeflux.experts.policies.prefetch import (
     next_layer,
     proposed,
 )
-from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps
+from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
+from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps, StepListener, TimedSwitch
 from mlx_moeflux.experts.policies.wave_schedule import (
     READ_AHEAD,
     Wave,
@@ -59,6 +67,7 @@ from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resiz
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.kernels.verify.failures import lacks_memory
 
 DEFAULT_THREADS = 8
 MOST_THREADS = 256
@@ -96,6 +105,8 @@ class StreamedStore(ExpertStore):
     None; may be replaced at any time. mix: The operation that computes experts. scratch_bytes:
     Bytes that one step of a long call may allocate besides its result; None: chosen by the device.
     activation: Of the experts. wave_reads: Blocks that a wave of a long call reads at most.
+    timed_budget: The trial of a smaller budget, or None; `slots` are those that it wants now, and
+    fewer than experts in every layer. :meth:`resize` ends it.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -125,16 +136,20 @@ class StreamedStore(ExpertStore):
         scratch_bytes: int | None = None,
         activation: Activation = swiglu,
         wave_reads: int = READ_AHEAD,
+        timed_budget: TimedBudget | None = None,
     ):
         check_threads(threads)
         self.reader, self.threads = reader, threads
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
+        self._events, self.timed_budget = events, timed_budget
+        # Layer -> experts that lost their slots to the smaller budget.
+        self._left: dict[int, list[int]] = {}
+        self._decode_steps: DecodeSteps | None = None
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
         self.keep_all_ahead, self._wave_reads = keep_all_ahead, wave_reads
         self._expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
-        self._events = events
         self.generation = 0
         self._closed = self._released = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
@@ -184,6 +199,7 @@ class StreamedStore(ExpertStore):
     def events(self, listener: EventHook | None) -> None:
         with self._lock:
             self._events = listener
+            self._watch_steps()
 
     @property
     def nbytes(self) -> int:
@@ -224,9 +240,8 @@ class StreamedStore(ExpertStore):
     @prefetch.setter
     def prefetch(self, policy: Prefetch | None) -> None:
         self._prefetch = policy
-        self._decode_steps = None
-        if isinstance(policy, Switched):
-            self._decode_steps = DecodeSteps(policy.switch, self._clock, MOST_PAIRS)
+        self._switch: TimedSwitch | None = policy.switch if isinstance(policy, Switched) else None
+        self._watch_steps()
 
     @property
     def looks_ahead(self) -> bool:
@@ -394,12 +409,14 @@ class StreamedStore(ExpertStore):
         state.tokens += N
         prefetch, steps = self._prefetch, self._decode_steps
         short = N * K <= MOST_PAIRS and call.request is not None
-        if short and prefetch is not None and (steps is None or steps.switch.on):
+        if short and prefetch is not None and (self._switch is None or self._switch.on):
             self._read_ahead(call, prefetch)
         if steps is not None:
             after = self.layers[self.layers.index(state.layer) + 1 :]
             if call.request is not None and self._all_whole(after):
                 steps.end()
+        if self.timed_budget is not None and state.layer == self.layers[-1]:
+            self._follow(self.timed_budget)
 
     def partial(self) -> tuple[int, ...]:
         """Return the layers of whose calls the host needs the ids."""
@@ -469,9 +486,10 @@ class StreamedStore(ExpertStore):
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses the victims of a smaller bank."""
         with self._lock:
-            self.generation += 1
+            self._end_trial()
             if self._decode_steps is not None:
-                self._decode_steps.reset()
+                self._decode_steps.disturb()
+            self._forget_measured()
             self._state(layer).resize(self._checked(layer, slots), self._events)
             if self._events is not None:
                 self._events(Resize(layer, self.slots[layer]))
@@ -480,6 +498,7 @@ class StreamedStore(ExpertStore):
         """Give every layer its number of slots. Memory exceeds the larger of before and after by at
         most one layer's bank."""
         with self._lock:
+            self._end_trial()
             changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
             for layer in sorted(changes, key=changes.__getitem__):  # smaller banks first
                 if changes[layer]:
@@ -562,6 +581,78 @@ class StreamedStore(ExpertStore):
         """Return the time, and the time waited for reads."""
         layers = self._stats.layers.values()
         return Cost(perf_counter(), sum(stats.stall_seconds for stats in layers))
+
+    def _forget_measured(self) -> None:
+        """Note that numbers of slots change: traces and costs of earlier steps hold no more."""
+        self.generation += 1
+        if self._switch is not None:
+            self._switch.reset()
+
+    def _watch_steps(self) -> None:
+        """Choose who is told what decode steps cost: the trial of a budget, and after it the switch
+        of the prefetcher. Each would disturb the other, and a listener of events the trial."""
+        trial, pairs = self.timed_budget, MOST_PAIRS
+        listener: StepListener | None = self._switch
+        if trial is not None and not trial.over and self._events is None:
+            listener, pairs = trial, trial.pairs
+        steps = self._decode_steps
+        if listener is (None if steps is None else steps.listener):
+            return
+        if steps is not None:
+            steps.disturb()
+        self._decode_steps = None if listener is None else DecodeSteps(listener, self._clock, pairs)
+
+    def _end_trial(self) -> None:
+        """Keep the slots that somebody gives from now on."""
+        self.timed_budget = None
+        self._watch_steps()
+
+    def _follow(self, trial: TimedBudget) -> None:
+        """Give the layers the slots that a trial wants, between two steps: not while there is a
+        listener, or a pending output that this thread cannot wait for. If there is no memory for
+        them, the present budget stays."""
+        self._watch_steps()
+        states, wanted = self._layers.values(), trial.wanted
+        if wanted.slots == self.slots or self._events is not None:
+            return
+        if any(state.read_elsewhere() for state in states):
+            return
+        try:
+            self._turn(wanted)
+        except (RuntimeError, MemoryError) as error:
+            if not lacks_memory(error):
+                raise
+            present = trial.larger if wanted is trial.smaller else trial.smaller
+            trial.end(f"no memory was left for {format_bytes(wanted.nbytes)}", present)
+            self._turn(present)
+
+    def _turn(self, budget: Budget) -> None:
+        """Give every layer the slots of `budget`. Memory exceeds neither what it was nor what it
+        becomes: the largest bank is freed before the others are copied, and read again after them.
+        A larger budget reads what a smaller one left. Blocks that cannot be read are left to the
+        call that needs them.
+        """
+        held = {layer: list(state.table.slot_of) for layer, state in self._layers.items()}
+        for state in map(self._recovered, self.layers):
+            state.settle(None)
+            state.fence()
+        self._forget_measured()
+        # Until the end an interrupt leaves the freed bank to the next call.
+        self._released = True
+        largest = max(self._layers.values(), key=lambda state: state.bank.nbytes)
+        largest.release(None)
+        for layer, state in self._layers.items():
+            mx.clear_cache()
+            state.resize(budget.slots[layer], None)
+        mx.clear_cache()
+        with suppress(ExpertFileError):
+            self.restore()
+            for layer, state in self._layers.items():
+                left = missing_of(state.table, self._left.get(layer, ()))
+                state.read_now(left[: state.table.free], (), None)
+        self._left = {
+            layer: missing_of(state.table, held[layer]) for layer, state in self._layers.items()
+        }
 
     def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
@@ -655,7 +746,7 @@ class StreamedStore(ExpertStore):
         following = next_layer(self.layers, call.state.layer)
         if following is None:
             return
-        if self._events is not None and (guess or self._decode_steps is not None):
+        if self._events is not None and (guess or self._switch is not None):
             self._events(Guess(following, guess))
         state = self._state(following)
         if state.reading_ahead:

@@ -112,10 +112,11 @@ def simulate(
         if needs_guesses and all(call.guess is None for call in trace):
             raise InputError("the trace has no guesses to look ahead with; record it with ahead.")
     replay, clock = _Replay(trace.info, policy, slots), _Clock()
-    steps = None
+    steps, switch = None, None
     if isinstance(ahead, Switched) and cost is not None:
-        steps = DecodeSteps(ahead.switch, lambda: clock.now, MOST_PAIRS)
-        steps.reset()
+        switch = ahead.switch
+        steps = DecodeSteps(switch, lambda: clock.now, MOST_PAIRS)
+        switch.reset()
     result = Simulation(trace.info, name, slots, replay.counts)
     calls = zip(trace.calls, requests_of(trace), strict=True)
     if ahead is None and not recorded:
@@ -129,8 +130,8 @@ def simulate(
             result.ahead.append(len(replay.banks[layer].ahead))
             replay.commit_prefetch(ahead, layer, request, call.dropped if recorded else ())
         result.misses.append(replay.call(layer, request))
-        if steps is not None:
-            active = steps.switch.on
+        if switch is not None:
+            active = switch.on
         else:
             active = not isinstance(ahead, Switched) or call.guess is not None
         if ahead is not None and active and call.ids.size <= MOST_PAIRS:
@@ -141,8 +142,9 @@ def simulate(
                 steps.end()
         for each, count in call.resized if recorded else ():
             replay.resize(each, count)
-            if steps is not None:
-                steps.reset()
+            if steps is not None and switch is not None:
+                steps.disturb()
+                switch.reset()
     for layer, counts in replay.counts.items():
         counts.hits = counts.lookups - counts.misses
         blocks = counts.misses + counts.prefetches
