@@ -1,4 +1,4 @@
-"""Files that outlive a process: verdicts on kernels, their text and their machine code.
+"""Files that outlive a process: verdicts on kernels and budgets, kernels' text and machine code.
 
 They are in ``$MOEFLUX_CACHE_DIR``, else in ``mlx_moeflux`` below ``$XDG_CACHE_HOME`` or
 ``~/.cache``. Everything there can be deleted at any time. What is compiled or executed is taken

@@ -218,6 +218,8 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     prefetch = None if streaming is None else streaming.prefetch
     if isinstance(prefetch, Switched):
         lines.append(f"prefetch {label(prefetch)} is {prefetch.switch.report()}")
+    if streaming is not None and streaming.timed_budget is not None:
+        lines.append(f"expert memory auto is {streaming.timed_budget.report()}")
     lines += table.by_place()
     if (rows := model.row_stats()) is not None:
         lines.append(f"n-gram rows: {rows}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -11,14 +13,15 @@ from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
-from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan
+from mlx_moeflux.experts.budget import AUTO, Memory, Plan, format_bytes, make_plan, parse_budget
 from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.io.decoding import Experts
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
-from mlx_moeflux.experts.io.readers import check_methods, check_reader
+from mlx_moeflux.experts.io.readers import PAGE_CACHED, Reader, check_methods, check_reader
 from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
+from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
@@ -27,12 +30,16 @@ from mlx_moeflux.kernels.linear.blocks import decoding_bytes
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.registry import Dispatcher
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.loading import kept_budget
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.layers import BlocksLinear, weights_of
 from mlx_moeflux.models.weights import ExpertsOnDisk
 
 KV_POSITIONS = 8192
+# What a smaller budget is of the one that `auto` plans. The page cache has as much as the bank at
+# first, so that half a bank gives it half as much again.
+SMALLER = 2
 
 
 def make_store(
@@ -75,11 +82,13 @@ def make_store(
                 hidden=model.config.hidden_size,
                 intermediate=model.config.moe_intermediate_size,
             )
+        asked = AUTO if options.expert_memory is None else options.expert_memory
+        K = min(model.router.num_experts_per_tok, E)
         plan = make_plan(
-            "auto" if options.expert_memory is None else options.expert_memory,
+            asked,
             {layer: layout.nbytes for layer, layout in layouts.items()},
             num_experts=E,
-            experts_per_token=min(model.router.num_experts_per_tok, E),
+            experts_per_token=K,
             trunk_bytes=model.trunk_bytes(),
             row_bytes=model.row_bytes,
             kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
@@ -91,6 +100,14 @@ def make_store(
         if plan.resident and given is None:
             reader.close()
             return _resident(model, mapped, layouts, E, mix, events, options.verbose), plan
+        timed = None
+        shared = given is None and part is None and memory.backend != "cuda"
+        if parse_budget(asked, plan.expert_bytes) is None and shared and not options.safe:
+            timed = _timed_budget(plan, layouts, reader, threads, pairs=K, model=model.identity)
+        if timed is not None and timed.wanted is timed.smaller:
+            slots, nbytes = timed.wanted
+            why = f"{plan.why}, of which half was measured to be faster"
+            plan = replace(plan, slots=slots, budget_bytes=nbytes, why=why)
         return StreamedStore(
             reader,
             plan.slots,
@@ -101,10 +118,41 @@ def make_store(
             eviction=options.eviction,
             prefetch=prefetch,
             keep_all_ahead=options.keep_all_ahead,
+            timed_budget=timed,
         ), plan
     except BaseException:
         reader.close()
         raise
+
+
+def _timed_budget(
+    plan: Plan,
+    layouts: Mapping[int, BlockLayout],
+    reader: Reader,
+    threads: int,
+    *,
+    pairs: int,
+    model: str,
+) -> TimedBudget | None:
+    """Return the trial of a smaller budget than `plan` has, or the verdict that was kept for this
+    model and machine; None where a smaller one cannot be faster, or does not hold a token's
+    `pairs` experts a layer."""
+    slots = {layer: count // SMALLER for layer, count in plan.slots.items()}
+    if reader.name not in PAGE_CACHED or min(slots.values()) < pairs:
+        return None
+    staged = staging_bytes(reader, threads)
+    larger, smaller = (
+        Budget(counts, staged + sum(n * layouts[layer].nbytes for layer, n in counts.items()))
+        for counts in (plan.slots, slots)
+    )
+    file = kept_budget.file(model, reader.name)
+    return TimedBudget(
+        larger,
+        smaller,
+        pairs=pairs,
+        verdict=kept_budget.read(file, larger.nbytes),
+        keep=partial(kept_budget.write, file, larger.nbytes),
+    )
 
 
 def bytes_to_decode(

@@ -167,6 +167,8 @@ def cheapest(seconds: Mapping[Any, float]) -> Any:
 def _budgets(model: Any) -> list[str]:
     most, all_bytes = model.plan.budget_bytes, model.plan.expert_bytes
     if not model.plan.resident:
+        if (timed := model.store.streaming.timed_budget) is not None:
+            most = timed.larger.nbytes
         most *= 2  # auto takes half of what is left
     K, E = model._router.num_experts_per_tok, model.config.num_experts
     shares = (min(share * most / all_bytes, 1.0) for share in SHARES)

@@ -121,6 +121,8 @@ READERS: dict[str, Callable[[Experts], StoredReader]] = {
     "memory": MemoryReader,
 }
 AUTO_READER = "pread"
+# Those whose blocks the page cache keeps, so that it and the bank share the memory.
+PAGE_CACHED = frozenset({"pread", "mmap"})
 
 
 def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> Reader:

@@ -273,6 +273,10 @@ class _Bench:
         with model:
             if model.plan is not None:
                 self.say(str(model.plan))
+                streaming = model.store.streaming
+                if streaming is not None and streaming.timed_budget is not None:
+                    # A budget that is set does not change during the measurements.
+                    model.set_expert_memory(model.plan.budget_bytes)
             held = held_memory() - before
             yield Ours(model, prefill_step_size=options.prefill_step_size, held_bytes=held)
         mx.clear_cache()
