@@ -199,7 +199,7 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
         quantised = base != name and hasattr(modules[base], "to_quantized")
         if not quantised or shape[-1] % spec.group_size:
             dtype = "F32" if name.endswith("A_log") else "BF16"
-            mean = 1.0 if name.endswith("norm.weight") else None
+            mean = 1.0 if name.endswith(model.AROUND_ONE) else None
             mean = 0.0 if name.endswith(model.ZERO_CENTRED) else mean
             yield RandomWeight(name, "weight", Tensor(dtype, shape), None, shape[-1], mean)
             continue

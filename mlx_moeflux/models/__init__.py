@@ -31,6 +31,8 @@ MODEL_TYPES = {
     "gpt_oss": "gpt_oss",
     "qwen4_exp": "qwen4_exp",
     "qwen4_exp_text": "qwen4_exp",
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
 }
 
 

@@ -18,8 +18,8 @@ class Attention(Module):
     """Grouped-query attention with norms of queries and keys and a rotary embedding.
 
     config: Uses ``hidden_size``, ``head_dim``, ``num_attention_heads``, ``num_key_value_heads``,
-        ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and, if present, ``yarn`` (a
-        :class:`~mlx_moeflux.models.rope.Rope`).
+        ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and, unless the rope is plain, ``yarn``
+        (a :class:`~mlx_moeflux.models.rope.Rope`).
     gated: ``q_proj`` holds for each head its query rows, then the rows of a sigmoid gate of its
         output.
     window: Width of the sliding window in tokens, the current one included; None for full
@@ -29,6 +29,9 @@ class Attention(Module):
     bias: The projections of queries, keys and values have biases.
     output_bias: ``o_proj`` has one; None for the same as `bias`.
     sinks: A parameter ``sinks [Hq]`` takes part in each softmax.
+    scale: Factor of the scores; None for the head size to the power of -1/2.
+    shares_values: ``k_proj`` gives the values too, before the keys' norm; there is no ``v_proj``.
+    value_norm: RMS norm of each head of the values, without a weight.
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)), or, without a norm, attention(x).
@@ -45,15 +48,20 @@ class Attention(Module):
         bias: bool = False,
         output_bias: bool | None = None,
         sinks: bool = False,
+        scale: float | None = None,
+        shares_values: bool = False,
+        value_norm: bool = False,
     ):
         super().__init__()
         C, Dh = config.hidden_size, config.head_dim
         Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
         self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
-        self.qk_norm = qk_norm
+        self.qk_norm, self.value_norm = qk_norm, value_norm
+        self.scale = Dh**-0.5 if scale is None else scale
         self.q_proj = Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
         self.k_proj = Linear(C, Hkv * Dh, bias=bias)
-        self.v_proj = Linear(C, Hkv * Dh, bias=bias)
+        if not shares_values:
+            self.v_proj = Linear(C, Hkv * Dh, bias=bias)
         self.o_proj = Linear(Hq * Dh, C, bias=bias if output_bias is None else output_bias)
         if qk_norm is not None:
             heads = (1, 1) if qk_norm == "head" else (Hq, Hkv)
@@ -75,11 +83,14 @@ class Attention(Module):
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         weights = weights_of(*self.stacks()[0])
-        q, k, v = project_normed(kernels, x, weights, norm)
+        q, k, *own = project_normed(kernels, x, weights, norm)
+        v = own[0] if own else k
         if self.qk_norm == "all heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q = device.reshape(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
         k, v = device.reshape(k, B, T, Hkv, Dh), device.reshape(v, B, T, Hkv, Dh)
+        if self.value_norm:
+            v = mx.fast.rms_norm(v, None, config.rms_norm_eps)
         gate = q if self.gated else None
         q_weight = k_weight = None
         if self.qk_norm == "head":
@@ -102,7 +113,7 @@ class Attention(Module):
             offset=cache.positions(T),
             **self._rope_options,
         )
-        options = {"scale": Dh**-0.5, "gate": gate}
+        options = {"scale": self.scale, "gate": gate}
         if "sinks" in self:
             options["sinks"] = self.sinks
         if self.window is not None:
@@ -137,4 +148,5 @@ class Attention(Module):
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""
-        return [(self.q_proj, self.k_proj, self.v_proj)]
+        values = (self.v_proj,) if "v_proj" in self else ()
+        return [(self.q_proj, self.k_proj, *values)]

@@ -191,7 +191,7 @@ class StreamingModel(Module):
             for layer, following in pairwise(blocks):
                 after = decoder_layer(self.layers[following])
                 if after is not None:
-                    norm = after.post_attention_layernorm
+                    norm = after.router_norm
                     blocks[layer]._lookahead = RouterLookahead(norm, blocks[following])
 
     def forget_steps(self) -> None:

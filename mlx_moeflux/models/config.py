@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import divides, not_negative, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.checks import is_positive
-from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models.rope import Rope, stretched
 from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
@@ -36,6 +36,7 @@ class BaseConfig:
     EXPERTS_BIAS: Whether the experts have biases.
     LAYER_KEYS: Numbers of layers that a checkpoint holds.
     MAY_BE_ZERO: Sizes that need not be positive.
+    ACTIVATION: The only ``hidden_act`` that is computed.
     """
 
     vocab_size: int
@@ -56,6 +57,7 @@ class BaseConfig:
     EXPERTS_BIAS: ClassVar[bool] = False
     LAYER_KEYS: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     MAY_BE_ZERO: ClassVar[frozenset[str]] = frozenset()
+    ACTIVATION: ClassVar[str] = "silu"
 
     @classmethod
     def parse(cls, keys: dict[str, Any], *, file: Path | str, strict: bool) -> Self:
@@ -71,7 +73,7 @@ class BaseConfig:
 
     def check(self, file: Path | str) -> None:
         """Raise what :meth:`parse` does for keys that contradict each other."""
-        only(file, "hidden_act", self.hidden_act, "silu")
+        only(file, "hidden_act", self.hidden_act, self.ACTIVATION)
         sizes = [field.name for field in fields(self) if field.type in ("int", "float")]
         positive(self, file, *(name for name in sizes if name not in self.MAY_BE_ZERO))
         not_negative(self, file, *self.MAY_BE_ZERO)
@@ -147,6 +149,23 @@ class AttentionConfig(BaseConfig):
         """See :meth:`BaseConfig.state`. Layers with a window keep all rows."""
         rows = self.num_key_value_heads, self.head_dim
         return ATTENTION.spec(dtype, keys=rows, values=rows)
+
+
+def check_layer_types(config: Any, file: Path | str, *kinds: str) -> None:
+    """Check that ``layer_types``, unless it is empty, names a kind for every layer.
+
+    Raises:
+        ConfigError: It names more or fewer layers than there are.
+        UnsupportedError: A layer is none of `kinds`.
+    """
+    if config.layer_types and len(config.layer_types) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{file}: 'layer_types' names {len(config.layer_types)} layers, 'num_hidden_layers' is "
+            f"{config.num_hidden_layers}."
+        )
+    unknown = next((kind for kind in config.layer_types if kind not in kinds), None)
+    if unknown is not None:
+        raise UnsupportedError(f"{file}: 'layer_types' has {unknown!r}; no such layer.")
 
 
 def with_head_dim(keys: dict[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class DecoderModel(StreamingModel):
     TEXT_MODEL: ClassVar[type[TextModel]] = TextModel
     ZERO_CENTRED: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of norms that mlx-lm's layout stores less one."""
+    AROUND_ONE: ClassVar[tuple[str, ...]] = ("norm.weight",)
+    """Ends of the names of vectors whose numbers are factors near one."""
 
     def __init__(
         self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None

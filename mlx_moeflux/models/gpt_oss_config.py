@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import Experts, NameRules
-from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.config import AttentionConfig
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models.config import AttentionConfig, check_layer_types
 from mlx_moeflux.models.rope import Rope, rope_keys
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -56,18 +56,8 @@ class Config(AttentionConfig):
                 f"{file}: 'experts_per_token' is {keys['experts_per_token']} and "
                 f"'num_experts_per_tok' {parsed.num_experts_per_tok}; keep one."
             )
-        parsed._check_layers(file)
+        check_layer_types(parsed, file, WINDOWED, FULL)
         return parsed
-
-    def _check_layers(self, file: Path | str) -> None:
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(
-                f"{file}: 'layer_types' names {len(self.layer_types)} layers, "
-                f"'num_hidden_layers' is {self.num_hidden_layers}."
-            )
-        unknown = set(self.layer_types) - {WINDOWED, FULL}
-        if unknown:
-            raise UnsupportedError(f"{file}: 'layer_types' has {unknown.pop()!r}; no such layer.")
 
     @property
     def num_experts(self) -> int:

@@ -156,6 +156,11 @@ class DecoderLayer(Module):
             return mlp(h, norm, mask)
         return _chunked(lambda part: mlp(part, norm), h, parts)
 
+    @property
+    def router_norm(self) -> nn.Module:
+        """Norm of what the router of a MoE block reads."""
+        return self.post_attention_layernorm
+
     def begin_experts(self, h: mx.array) -> Any:
         """Apply the second half to h ``[B, 1, C]`` up to the choice of experts; return the block's
         :class:`~mlx_moeflux.models.moe.Prepared`."""

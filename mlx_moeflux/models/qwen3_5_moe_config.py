@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import divides, only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
-from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
+from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, check_layer_types
 from mlx_moeflux.models.rope import rope_keys
 from mlx_moeflux.state_arrays import RECURRENT, EntrySpec
 
@@ -86,14 +85,7 @@ class Config(AttentionConfig):
         only(file, "attention_bias", self.attention_bias, False)
         only(file, "attn_output_gate", self.attn_output_gate, True)
         divides(self, file, "linear_num_key_heads", "linear_num_value_heads")
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(
-                f"{file}: 'layer_types' names {len(self.layer_types)} layers, "
-                f"'num_hidden_layers' is {self.num_hidden_layers}."
-            )
-        unknown = set(self.layer_types) - {LINEAR, FULL}
-        if unknown:
-            raise UnsupportedError(f"{file}: 'layer_types' has {unknown.pop()!r}; no such layer.")
+        check_layer_types(self, file, LINEAR, FULL)
 
     def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
         only(file, "mlp_only_layers", raw.get("mlp_only_layers") or [], [])

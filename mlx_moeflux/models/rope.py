@@ -106,12 +106,13 @@ _YARN_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding, plain (`factor` None) or extended by YaRN.
+    """A rotary embedding, plain (`factor` None), extended by YaRN, or proportional (`share` < 1).
 
     factor: Context length / `original`. attention_factor: Scales cosine and sine. mscale_all_dim:
-    Scales the softmax; see :meth:`softmax_factor`.
+    Scales the softmax; see :meth:`softmax_factor`. share: Of the pairs that turn, the first ones.
 
-    Source: transformers 5.23 `modeling_rope_utils._compute_yarn_parameters` and
+    Source: transformers 5.23 `modeling_rope_utils._compute_yarn_parameters`,
+    `_compute_proportional_rope_parameters` (5.24) and
     `deepseek_v3.modeling_deepseek_v3.yarn_apply_mscale`.
     """
 
@@ -124,6 +125,7 @@ class Rope:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    share: float = 1.0
 
     @classmethod
     def from_config(
@@ -201,9 +203,10 @@ class Rope:
 
         YaRN divides the frequency by `factor` for a pair with fewer than `beta_slow` rotations in
         the original context, keeps it for one with more than `beta_fast`, and interpolates
-        linearly in between.
+        linearly in between. Pairs that do not turn have infinite periods.
         """
         periods = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+        periods[int(self.share * dims // 2) :] = np.inf
         if self.factor is not None:
             low, high = (self._pair_of(n, dims) for n in (self.beta_fast, self.beta_slow))
             if self.truncate:

@@ -124,6 +124,20 @@ def streams(**kwargs) -> dict:
 
 QWEN3 = {"max_position_embeddings": 512, "use_cache": True}
 
+# Without the parts of Gemma-4's models that have no experts.
+GEMMA = {"enable_moe_block": True, "hidden_size_per_layer_input": 0}
+GEMMA |= {"max_position_embeddings": 512}
+GEMMA_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 2,
+    "position_embedding_size": 16,
+}
+
 CASES = {
     # Every input width is a multiple of 64, so that this one can be quantised in any way.
     "text_top3": Case(
@@ -493,6 +507,48 @@ CASES = {
         stops=5,
         gain=1.5,
         leniency=0.2,
+    ),
+    # Gemma-4-26B-A4B's shape of things: the keys of global layers are their values too. Every input
+    # width is a multiple of 64, so that this one can be quantised in any way.
+    "gemma4_shared": Case(
+        "gemma4_text",
+        GEMMA
+        | {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 5}
+        | {"num_global_key_value_heads": 1, "global_head_dim": 64, "attention_k_eq_v": True}
+        | {"top_k_experts": 2, "moe_intermediate_size": 64, "sliding_window": 7}
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+        | {"final_logit_softcapping": 30.0, "tie_word_embeddings": True},
+        length=37,
+        fused=True,
+        written={"global_head_dim": 64, "num_global_key_value_heads": 1},
+        dropped=("per_layer_config",),
+        leniency=0.3,
+    ),
+    # In a wrapper with images, heads of global layers as transformers 5.24 writes them, values and
+    # a head of their own, no cap, a rope that turns three of eight pairs.
+    "gemma4_vision": Case(
+        "gemma4",
+        GEMMA
+        | {"vocab_size": 85, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3}
+        | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "num_experts": 7}
+        | {"global_head_dim": 16, "top_k_experts": 3, "moe_intermediate_size": 24}
+        | {"sliding_window": 5, "tie_word_embeddings": False}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 5e4,
+                    "partial_rotary_factor": 0.4,
+                },
+            }
+        },
+        length=33,
+        vision=GEMMA_VISION,
+        reserved=4,
+        leniency=0.3,
     ),
     # In a wrapper with images, without n-grams, experts in transformers' fused tensors; an odd
     # ratio, and most tokens are below the budget.

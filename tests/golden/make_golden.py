@@ -177,6 +177,13 @@ def to_float64(model: torch.nn.Module) -> None:
     text = model.model.language_model if hasattr(model.model, "language_model") else model.model
     with all_float64():
         rotary = text.rotary_emb
+        if isinstance(rotary.rope_type, dict):
+            for kind, compute in rotary.rope_init_fns.items():
+                own = rotary.config.per_layer_config[kind]
+                found = compute(own, torch.device("cpu"), layer_type=kind)[0]
+                assert found.dtype == torch.float64
+                setattr(rotary, f"{kind}_inv_freq", found)
+            return
         if rotary.rope_type == "default":
             rotary.inv_freq = rotary.compute_default_rope_parameters(rotary.config)[0]
         else:
@@ -209,6 +216,8 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
             gaps.append(float((ordered[:, kept - 1] - ordered[:, kept]).min()))
 
     def look(module, inputs, outputs):
+        if hasattr(module, "per_expert_scale"):  # Gemma-4's returns probabilities
+            return gap(outputs[0], module.config.top_k_experts)
         if not hasattr(module, "num_group"):
             # MiniMax-M2 passes its bias to the router.
             biased = len(inputs) > 1
@@ -236,7 +245,8 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
             gap(scores[None] / scores.max().clamp_min(1e-9), k)
         return topk(scores, k, dim=dim)
 
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    names = ("topkrouter", "textrouter")
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith(names)]
     assert routers
     hooks = [router.register_forward_hook(look) for router in routers]
     torch.Tensor.topk = look_at_blocks
@@ -270,7 +280,8 @@ def weakest_parameter(model: torch.nn.Module, tokens, truth: torch.Tensor) -> tu
     moved = {}
     biases = [b for b in model.named_buffers() if b[0].endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
-        if "visual" not in name and parameter.shape[0] > 1:
+        images = any(part in name for part in ("visual", "vision"))
+        if not images and parameter.shape[0] > 1:
             original = parameter.data
             parameter.data = original.flip(0)
             moved[name] = relative(logits(model, tokens), truth)

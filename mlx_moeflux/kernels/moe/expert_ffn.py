@@ -43,6 +43,14 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return nn.silu(gate) * up
 
 
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """gelu(gate) up, element by element; gelu by its tanh approximation, in float32.
+
+    Source: transformers 5.24 `activations.GELUTanh`.
+    """
+    return nn.gelu_approx(gate.astype(mx.float32)).astype(gate.dtype) * up
+
+
 @dataclass(frozen=True)
 class ClampedSwiGLU:
     """(up' + 1) gate' sigmoid(alpha gate') with gate' = min(gate, limit) and up' = up clamped to
