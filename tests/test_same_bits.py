@@ -36,6 +36,7 @@ FAMILIES = {
     "kimi-k2.5": ("kimi-k2.5-tiny", "kimi_k25_wrapped"),
     "minimax": ("minimax-tiny", None),
     "gpt-oss": ("gpt-oss-tiny", None),
+    "gemma": ("gemma-4-tiny", "gemma4_vision"),
 }
 SCALES = {"4 bits, bf16": mx.bfloat16, "4 bits, f16": mx.float16, "4 bits, f32": mx.float32}
 EXPERTS = ("floats", *SCALES, "mxfp4")

@@ -265,9 +265,7 @@ class Conversion:
         if isinstance(text := config.get("text_config"), dict) and "tie_word_embeddings" in text:
             text["tie_word_embeddings"] = tied
         if self.layout != "packed":
-            for key, value in self.kind.mlx_lm_keys(self.config).items():
-                if config.get(key) is None:
-                    config[key] = value
+            config = self.kind.mlx_lm_config(self.config, config)
         specs: dict[str, QuantSpec | None] = {}
         for name, recipe in self.trunk.items():
             if len(recipe.outputs()) > 1:

@@ -130,6 +130,12 @@ class DecoderModel(StreamingModel):
         """Return keys of config.json that mlx-lm needs and newer spellings may lack."""
         return {}
 
+    @classmethod
+    def mlx_lm_config(cls, config: Any, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json `raw`, which `config` was read from, as mlx-lm reads it."""
+        needed = cls.mlx_lm_keys(config).items()
+        return raw | {key: value for key, value in needed if raw.get(key) is None}
+
     def make_layer(self, layer: int) -> DecoderLayer:
         """Build layer number `layer`."""
         raise NotImplementedError

@@ -20,22 +20,22 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.decoder import DecoderModel
-from mlx_moeflux.models.gemma4_config import Config
+from mlx_moeflux.models.gemma4_config import TEXT_TYPE, Config
 from mlx_moeflux.models.layers import DecoderLayer, project_normed, weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 
 
 class GateNorm(Module):
-    """RMS norm of the router's input, times C^-0.5. Parameter ``weight [C]``."""
+    """RMS norm of the router's input, times C^-0.5. Parameter ``scale [C]``."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
-        self.weight = mx.ones((hidden_size,))
+        self.scale = mx.ones((hidden_size,))
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, self.weight * x.shape[-1] ** -0.5, self.eps)
+        return mx.fast.rms_norm(x, self.scale * x.shape[-1] ** -0.5, self.eps)
 
 
 class MoeBlock(SparseMoeBlock):
@@ -45,7 +45,7 @@ class MoeBlock(SparseMoeBlock):
 
     The router reads x through a norm of its own and weights the experts by a factor of each.
 
-    Additional parameters: ``gate_norm.weight [C]``; ``per_expert_scale [E]``; ``gate_proj.weight``,
+    Additional parameters: ``gate_norm.scale [C]``; ``per_expert_scale [E]``; ``gate_proj.weight``,
     ``up_proj.weight [F, C]`` and ``down_proj.weight [C, F]`` of the dense MLP; five norms ``[C]``.
 
     Source: transformers 5.24 `Gemma4TextDecoderLayer` and `Gemma4TextRouter`.
@@ -148,6 +148,7 @@ class Model(AttentionDecoder):
         *DecoderModel.AROUND_ONE,
         "norm_1.weight",
         "norm_2.weight",
+        ".gate_norm.scale",
         ".per_expert_scale",
         ".layer_scalar",
     )
@@ -172,9 +173,22 @@ class Model(AttentionDecoder):
         return super().mlx_lm_name(name)
 
     @classmethod
-    def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
-        """See :meth:`DecoderModel.mlx_lm_keys`."""
-        return {"vocab_size": config.vocab_size}
+    def mlx_lm_config(cls, config: Config, raw: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_config`: the wrapper's form, without
+        ``per_layer_config``."""
+        outer, text = raw, raw.get("text_config")
+        if not isinstance(text, dict):
+            own = config.published()["text_config"].keys() | config.INERT
+            text = {key: value for key, value in raw.items() if key in own}
+            outer = {key: value for key, value in raw.items() if key not in own}
+        text = {key: value for key, value in text.items() if key != "per_layer_config"} | {
+            "model_type": TEXT_TYPE,
+            "global_head_dim": config.global_head_dim,
+            "num_global_key_value_heads": config.num_global_key_value_heads,
+        }
+        outer = outer | {"model_type": cls.MODEL_TYPE, "vocab_size": config.vocab_size}
+        outer["tie_word_embeddings"] = config.tie_word_embeddings
+        return outer | {"text_config": text}
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """See :meth:`DecoderModel.make_layer`."""
@@ -217,7 +231,7 @@ class Model(AttentionDecoder):
 
 # Pattern of a name of ours -> mlx-lm's.
 _MLX_LM_NAMES = (
-    (r"\.mlp\.gate_norm\.weight$", ".router.scale"),
+    (r"\.mlp\.gate_norm\.scale$", ".router.scale"),
     (r"\.mlp\.gate(?=\.|$)", ".router.proj"),
     (r"\.mlp\.per_expert_scale$", ".router.per_expert_scale"),
     (r"\.mlp\.switch_mlp\.", ".experts.switch_glu."),

@@ -103,12 +103,12 @@ class Config(AttentionConfig):
             file=file,
             strict=strict,
         )
-        full = [str(i) for i in range(parsed.num_hidden_layers) if parsed.window(i) is None]
+        full = [i for i in range(parsed.num_hidden_layers) if parsed.window(i) is None]
         first = next(iter(overrides.values()), {})
         if overrides and overrides != dict.fromkeys(full, first):
             raise ConfigError(
                 f"{file}: 'per_layer_config' must have the same keys for each of the layers of "
-                f"{FULL!r}, {', '.join(full)}, and for no other."
+                f"{FULL!r}, {', '.join(map(str, full))}, and for no other."
             )
         return parsed
 
@@ -186,7 +186,7 @@ class Config(AttentionConfig):
         )
         renames = (
             (r"(\.layers\.\d+)\.router\.proj\.", r"\1.mlp.gate."),
-            (r"(\.layers\.\d+)\.router\.scale$", r"\1.mlp.gate_norm.weight"),
+            (r"(\.layers\.\d+)\.router\.scale$", r"\1.mlp.gate_norm.scale"),
             (r"(\.layers\.\d+)\.router\.per_expert_scale$", r"\1.mlp.per_expert_scale"),
             (r"(\.layers\.\d+)\.experts\.switch_glu\.", r"\1.mlp.switch_mlp."),
             (r"(\.layers\.\d+)\.experts\.", r"\1.mlp.experts."),
@@ -282,7 +282,7 @@ def _ropes(text: dict[str, Any], file: Path | str) -> dict[str, Any]:
     }
 
 
-def _overrides(text: dict[str, Any], file: Path | str) -> dict[str, dict[str, Any]]:
+def _overrides(text: dict[str, Any], file: Path | str) -> dict[int, dict[str, Any]]:
     """Return ``per_layer_config``, as transformers 5.24 writes the heads of global layers."""
     found = text.get("per_layer_config") or {}
     if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
@@ -290,11 +290,13 @@ def _overrides(text: dict[str, Any], file: Path | str) -> dict[str, dict[str, An
     unknown = [key for value in found.values() for key in value if key not in _HEADS]
     if unknown:
         raise ConfigError(f"{file}: nothing here reads {unknown[0]!r} of 'per_layer_config'.")
-    return {str(layer): value for layer, value in found.items()}
+    if not all(layer.isdecimal() and len(layer) < 10 for layer in found):
+        raise ConfigError(f"{file}: the keys of 'per_layer_config' must be numbers of layers.")
+    return {int(layer): value for layer, value in found.items()}
 
 
 def _global_heads(
-    text: dict[str, Any], overrides: dict[str, dict[str, Any]], file: Path | str
+    text: dict[str, Any], overrides: dict[int, dict[str, Any]], file: Path | str
 ) -> dict[str, Any]:
     """Return ``global_head_dim``, where config.json has it, and ``num_global_key_value_heads``."""
     layer = next(iter(overrides.values()), {})
@@ -348,7 +350,6 @@ SHAPES = {
         global_head_dim=128,
         moe_intermediate_size=64,
         num_experts=32,
-        layer_types=(WINDOWED, WINDOWED, FULL, FULL),
         sliding_window=16,
     ),
 }

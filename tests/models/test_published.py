@@ -41,6 +41,8 @@ EXPERT_BYTES = {
     "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
     "qwen3.8-flash-next": 48 * 512 * 3 * 640 * 2560 * 2,
     "qwen3.8-flash-next-4bit": 48 * 512 * 2_764_800,
+    "gemma-4-26b-a4b": 30 * 128 * 3 * 704 * 2816 * 2,
+    "gemma-4-26b-a4b-4bit": 30 * 128 * 3_345_408,
     "glm-4.6": 89 * 160 * 3 * 1536 * 5120 * 2,
     "glm-4.5-air-4bit": 45 * 128 * 3 * 1408 * 4096 * 9 // 16,
     "gpt-oss-120b": 36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2),  # MXFP4, biases
@@ -54,7 +56,12 @@ EXPERT_BYTES = {
 
 
 def expand(tensors: dict, kinds: list[str], experts: int) -> Iterator[TensorRef]:
-    for pattern, (kind, dtype, shape) in tensors.items():
+    every = (
+        (pattern, one)
+        for pattern, of in tensors.items()
+        for one in (of if isinstance(of[0], list) else [of])
+    )
+    for pattern, (kind, dtype, shape) in every:
         layers = [i for i, own in enumerate(kinds) if kind == "all" or own.startswith(kind)]
         for layer in layers if "{l}" in pattern else [0]:
             for expert in range(experts) if "{e}" in pattern else [0]:
@@ -72,6 +79,9 @@ def opened(name: str):
     if hasattr(model.config, "is_linear"):
         linear = [model.config.is_linear(i) for i in range(len(model.layers))]
         kinds = ["linear_attention" if one else "full_attention" for one in linear]
+    if hasattr(model.config, "of_layer"):
+        windows = [model.config.window(i) for i in range(len(model.layers))]
+        kinds = ["sliding_attention" if one else "full_attention" for one in windows]
     refs = expand(data["tensors"], kinds, model.config.num_experts)
     quantization = Quantization.from_config(config).renamed(
         lambda path: model.config.name_rules().canonical(f"{path}.")[:-1]
@@ -87,6 +97,8 @@ DROPPING = (
     "glm-4.6",
     "glm-4.7-flash",
     "kimi-k2.5",
+    "gemma-4-26b-a4b",
+    "gemma-4-26b-a4b-4bit",
 )
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
 # Many tensors, named as others are.
@@ -116,6 +128,7 @@ def test_both_sides_come_out_empty(name):
         return
     prediction = tuple(f"model.layers.{n}." for n in (47, 61, 92))
     unread = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.", *prediction)
+    unread += ("model.vision_tower.", "model.embed_vision.", "embed_vision.")
     hashes = r"\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$"
     dropped = [n for n in left if not re.search(rf"\.(experts|switch_mlp)\.|{hashes}", n)]
     assert all(n.startswith(unread) for n in dropped)
@@ -137,6 +150,7 @@ SHORT = (
     "glm-4.7-flash",
     "gpt-oss-20b-mxfp4-q8",
     "minimax-m2-4bit",
+    "gemma-4-26b-a4b-4bit",
 )
 
 
