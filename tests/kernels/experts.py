@@ -14,6 +14,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     ClampedSwiGLU,
     ExpertBank,
     ProjectionBank,
+    geglu,
     swiglu,
 )
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT
@@ -68,7 +69,7 @@ def random_bank(
     dtype: mx.Dtype,
     down: int | str | None = None,
     biased: bool = False,
-    clamped: bool = False,
+    activation: str = "swiglu",
 ) -> ExpertBank:
     """down: Bits of the down projection where they differ."""
     rng = np.random.default_rng((0 if bits == "mxfp4" else 1000 * bits) + C + F)
@@ -82,9 +83,11 @@ def random_bank(
         specs[f"{name}_proj"] = parts[3]
         if biased:
             arrays[f"{name}_proj.bias"] = random_array(rng, (slots, out), dtype)
-    # Most gates and ups are within the limit, and some are not.
-    activation = ClampedSwiGLU(1.702, 1.25) if clamped else swiglu
-    return ExpertBank.of(arrays, specs, activation=activation)
+    return ExpertBank.of(arrays, specs, activation=ACTIVATIONS[activation])
+
+
+# Most gates and ups are within the limit, and some are not.
+ACTIVATIONS = {"swiglu": swiglu, "clamped": ClampedSwiGLU(1.702, 1.25), "geglu": geglu}
 
 
 def random_route(
@@ -150,6 +153,9 @@ def mix(
     def activated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         if bank.activation is swiglu:
             return keep(keep(a / (1 + np.exp(-a))) * b)
+        if bank.activation is geglu:
+            z = keep((2 / np.pi) ** 0.5 * keep(a + keep(0.044715 * a**3)))
+            return keep(keep(0.5 * a * keep(1 + keep(np.tanh(z)))) * b)
         alpha, limit = bank.activation.alpha, bank.activation.limit
         a, b = np.minimum(a, limit), np.clip(b, -limit, limit)
         return keep(keep(b + 1) * keep(a * keep(1 / (1 + np.exp(-keep(alpha * a))))))

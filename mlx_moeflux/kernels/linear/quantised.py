@@ -173,8 +173,8 @@ def three_arrays_of(matrix: Stored) -> tuple[mx.array, ...]:
 class ExpertLayout:
     """Sizes and storage of a bank of experts: C hidden, F inner width.
 
-    inner: Gate, and up too unless both are in blocks. biased: Each product adds a bias. clamp:
-    Alpha and limit of the activation, None for plain silu(gate) up.
+    inner: Gate, and up too unless both are in blocks. biased: Each product adds a bias. activation:
+    ALPHA and LIMIT of ``activated`` in common.metal; zeros for silu(gate) up.
     """
 
     C: int
@@ -183,13 +183,13 @@ class ExpertLayout:
     up: Matrix
     down: Matrix
     biased: bool = False
-    clamp: tuple[float, float] | None = None
+    activation: tuple[int, int] = (0, 0)
 
     @property
     def plain(self) -> bool:
         """True for affine numbers or floats without biases, and silu(gate) up."""
         tiny = self.inner.tiny or self.down.tiny
-        return not (self.biased or self.clamp or tiny or self.in_blocks)
+        return not (self.biased or any(self.activation) or tiny or self.in_blocks)
 
     @property
     def in_blocks(self) -> bool:

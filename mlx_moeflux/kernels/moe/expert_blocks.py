@@ -67,7 +67,7 @@ def inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> Launc
     """x ``[N, C]``, slots ``[N, K]``, gate, up -> h ``[N * K, F]`` float32. dtype: Of x."""
     C, F, rows, groups = layout.C, layout.F, INNER_ROWS, INNER_SIMDGROUPS
     template = {"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F}
-    template |= {"EXACT": dtype == mx.float32, **activation_template(layout.clamp)}
+    template |= {"EXACT": dtype == mx.float32, **activation_template(layout.activation)}
     grid = F // (rows * groups), N * K
     launch = launch_of(template, grid, 32 * groups, [(N * K, F)], mx.float32)
     return _INNER.using(**inner_types(layout)), launch

@@ -2,7 +2,8 @@
 
     out[p] = down[s] act(gate[s] x[p], up[s] x[p]),   s = slots[p]
 
-act(g, u) is silu(g) u, or a :class:`ClampedSwiGLU`. Each of the three products may add a bias.
+act(g, u) is silu(g) u, :func:`geglu` or a :class:`ClampedSwiGLU`. Each of the three products may
+add a bias.
 
 One row per (token, expert) pair. A bank holds the experts of one layer in fixed slots; a slot
 number says where, never which expert. A row's result depends on nothing but the row and the
@@ -12,6 +13,7 @@ slot's bytes.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -72,10 +74,19 @@ Activation = Callable[[mx.array, mx.array], mx.array]
 """Maps gate and up to the input of down, element by element."""
 
 
-def activation_template(clamp: tuple[float, float] | None) -> dict[str, int]:
-    """Return the template arguments of ``activated`` in common.metal; clamp: alpha and limit of a
-    :class:`ClampedSwiGLU`, or None."""
-    alpha, limit = (0, 0) if clamp is None else map(float_bits, clamp)
+def activation_bits(activation: Activation) -> tuple[int, int] | None:
+    """Return ALPHA and LIMIT with which ``activated`` in common.metal computes `activation`, or
+    None if it does not."""
+    if isinstance(activation, ClampedSwiGLU):
+        return float_bits(activation.alpha), float_bits(activation.limit)
+    if activation is geglu:
+        return float_bits(2 * math.sqrt(2 / math.pi)), 0
+    return (0, 0) if activation is swiglu else None
+
+
+def activation_template(activation: tuple[int, int]) -> dict[str, int]:
+    """Return the template arguments of ``activated``, see :func:`activation_bits`."""
+    alpha, limit = activation
     return {"ALPHA": alpha, "LIMIT": limit}
 
 
@@ -203,20 +214,20 @@ class ExpertBank:
         """
         found = expert_layout(self.gate, self.up, self.down)
         biased = [part.bias is not None for part in (self.gate, self.up, self.down)]
-        clamped = isinstance(self.activation, ClampedSwiGLU)
+        activation = activation_bits(self.activation)
         types = {part.bias.dtype for part in (self.gate, self.up) if part.bias is not None}
         alike = len(set(biased)) == 1 and len(types) <= 1
-        if not alike or not (clamped or self.activation is swiglu):
+        if not alike or activation is None:
             raise UnsupportedError(
                 "kernels compute experts with all biases or none, those of gate and up of one "
-                "type, and with silu(gate) up or its clamped form; take the reference."
+                "type, and with silu(gate) up, its clamped form or gelu(gate) up; take the "
+                "reference."
             )
         if found.in_blocks and any(biased):
             raise UnsupportedError(
                 "kernels compute experts in blocks without biases; take the reference."
             )
-        clamp = (self.activation.alpha, self.activation.limit) if clamped else None
-        return replace(found, biased=biased[0], clamp=clamp)
+        return replace(found, biased=biased[0], activation=activation)
 
     @functools.cached_property
     def arrays(self) -> tuple[tuple[mx.array, ...], ...]:

@@ -184,7 +184,7 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads
         template["DEAL"] = _dealt(layout, K, threads)
         blocks = F // rows
     else:
-        template |= activation_template(layout.clamp)
+        template |= activation_template(layout.activation)
     template |= {"ROWS": rows, "SIMDGROUPS": groups}
     return kernel, launch_of(template, (blocks, N * K), 32 * groups, [(N * K, F)], mx.float32)
 

@@ -266,7 +266,7 @@ def grouped(x, slots, weights, bank, initial, *, tiles=None) -> mx.array:
     lists, entries = (order, offsets, table), table.shape[0]
     of_inner, of_down = bank.bias_arrays
     first, second = _GATED[layout.biased], _DOWN[layout.biased]
-    activation = activation_template(layout.clamp)
+    activation = activation_template(layout.activation)
     if layout.in_blocks:
         first = _GATED_BLOCKS.using(G=layout.inner.block, U=layout.up.block)
         second = _DOWN_BLOCKS.using(E=layout.down.block)

@@ -254,7 +254,7 @@ def _launch(
     places, end = joined_places(parts, C)
     stride = joined_stride(end)
     _check(C, E, widths, layout, num_slots, shared, table, k)
-    if not layout.plain and (not layout.in_blocks or layout.clamp):
+    if not layout.plain and (not layout.in_blocks or any(layout.activation)):
         raise UnsupportedError(
             "moe_step takes affine experts and such in blocks, without biases and with silu(gate) "
             "up."

@@ -112,13 +112,18 @@ inline float silu(float x) {
   return x * sigmoid(x);
 }
 
-// What comes of an expert's gate and up: silu(gate) up; or, with a LIMIT above 0, of a gate of LIMIT
-// at most and an up between -LIMIT and LIMIT, (up + 1) gate sigmoid(ALPHA gate). Both are the bits
-// of floats.
+// What comes of an expert's gate and up: silu(gate) up; with an ALPHA and no LIMIT gelu(gate) up, by
+// gelu's approximation 0.5 (1 + tanh z) = sigmoid(2 z); or, with a LIMIT above 0, of a gate of LIMIT
+// at most and an up between -LIMIT and LIMIT, (up + 1) gate sigmoid(ALPHA gate). ALPHA and LIMIT are
+// the bits of floats; of gelu ALPHA is 2 sqrt(2 / pi).
 template <uint ALPHA, uint LIMIT>
 inline float activated(float gate, float up) {
-  if (LIMIT == 0) {
+  if (LIMIT == 0 && ALPHA == 0) {
     return silu(gate) * up;
+  }
+  if (LIMIT == 0) {
+    const float cubic = gate + 0.044715f * gate * gate * gate;
+    return gate * sigmoid(as_type<float>(ALPHA) * cubic) * up;
   }
   const float limit = as_type<float>(LIMIT);
   gate = metal::min(gate, limit);

@@ -15,11 +15,11 @@ from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.moe import expert_tiles
-from mlx_moeflux.kernels.moe.expert_ffn import ClampedSwiGLU, ExpertBank, ProjectionBank, swiglu
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX
 from mlx_moeflux.kernels.moe.expert_pairs import pair_bytes
 from mlx_moeflux.kernels.runtime.launcher import KERNELS
-from tests.kernels.experts import BETWEEN, mix, random_array, random_route
+from tests.kernels.experts import ACTIVATIONS, BETWEEN, mix, random_array, random_route
 from tests.kernels.harness import Case, error, launched
 
 gguf = pytest.importorskip("gguf")
@@ -28,14 +28,14 @@ from tests.kernels.linear.test_blocks import projection  # noqa: E402
 
 PAIRS, GROUPED = (EXPERT_MIX.others[name] for name in ("pairs", "grouped"))
 
-# modes of gate, up and down, tokens, K, slots, C, F, dtype of x, a clamp
+# modes of gate, up and down, tokens, K, slots, C, F, dtype of x, activation
 SIZES = [
     ("q4_k", "q4_k", "q6_k", 2, 3, 4, 512, 256, mx.bfloat16),
-    ("q4_0", "q4_0", "q4_0", 3, 2, 3, 96, 32, mx.float32),
+    ("q4_0", "q4_0", "q4_0", 3, 2, 3, 96, 32, mx.float32, "geglu"),
     ("q4_1", "q4_1", "q4_1", 2, 4, 5, 32, 160, mx.float16),
     ("q5_0", "q5_0", "q5_0", 1, 1, 1, 64, 96, mx.float32),
     ("q5_1", "q5_1", "q5_1", 2, 2, 3, 288, 64, mx.bfloat16),
-    ("q8_0", "q8_0", "q8_0", 2, 3, 4, 352, 288, mx.float32, True),
+    ("q8_0", "q8_0", "q8_0", 2, 3, 4, 352, 288, mx.float32, "clamped"),
     ("q2_k", "q2_k", "q2_k", 2, 2, 3, 256, 768, mx.float32),
     ("q3_k", "q3_k", "q3_k", 1, 3, 4, 768, 256, mx.bfloat16),
     ("q5_k", "q5_k", "q5_k", 2, 2, 3, 256, 512, mx.float16),
@@ -58,19 +58,18 @@ def name_of(sizes) -> str:
 
 
 @functools.cache
-def bank_of(gate, up, down, slots: int, C: int, F: int, clamped: bool = False) -> ExpertBank:
+def bank_of(gate, up, down, slots: int, C: int, F: int, activation: str = "swiglu") -> ExpertBank:
     kinds = ((gate, F, C), (up, F, C), (down, C, F))
     parts = (projection(mode, slots, out, width)[0] for mode, out, width in kinds)
-    # Most gates and ups are within the limit, and some are not.
-    return ExpertBank(*parts, activation=ClampedSwiGLU(1.702, 1.25) if clamped else swiglu)
+    return ExpertBank(*parts, activation=ACTIVATIONS[activation])
 
 
 def call(sizes, *, absent: float = 0.3):
     """x, slots, weights, bank and a sum to continue."""
-    gate, up, down, tokens, K, slots, C, F, dtype, *clamped = sizes
+    gate, up, down, tokens, K, slots, C, F, dtype, *activation = sizes
     rng = np.random.default_rng(tokens + C)
     route = random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent)
-    bank = bank_of(gate, up, down, slots, C, F, *clamped)
+    bank = bank_of(gate, up, down, slots, C, F, *activation)
     return (
         random_array(rng, (tokens, C), dtype),
         *route,

@@ -24,7 +24,7 @@ from tests.kernels.harness import Case, emulated, error, launched, patched
 
 IMPLEMENTATIONS = {name: EXPERT_MIX.others[name] for name in ("pairs", "grouped")}
 
-# tokens, K, slots, C, F, bits, group, dtype, bits of down, biases, a clamp, dtype in the bank
+# tokens, K, slots, C, F, bits, group, dtype, bits of down, biases, activation, dtype in the bank
 SIZES = [
     (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
     (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
@@ -40,27 +40,30 @@ SIZES = [
     (70, 3, 3, 64, 96, 0, 32, mx.float32, None),
     (2, 2, 3, 6176, 64, 4, 32, mx.bfloat16, None),
     (2, 2, 3, 6144, 256, 4, 32, mx.bfloat16, None),
-    (3, 4, 6, 96, 64, "mxfp4", 32, mx.bfloat16, None, True, True),
-    (2, 2, 3, 1120, 64, "mxfp4", 32, mx.float32, None, True, True),
-    (2, 3, 5, 96, 64, 8, 32, mx.float16, "mxfp4", False, True),
-    (21, 4, 6, 96, 160, "mxfp4", 32, mx.bfloat16, None, True, True),
-    (40, 2, 3, 128, 64, "mxfp4", 32, mx.float32, 4, True, False),
+    (3, 4, 6, 96, 64, "mxfp4", 32, mx.bfloat16, None, True, "clamped"),
+    (2, 2, 3, 1120, 64, "mxfp4", 32, mx.float32, None, True, "clamped"),
+    (2, 3, 5, 96, 64, 8, 32, mx.float16, "mxfp4", False, "clamped"),
+    (21, 4, 6, 96, 160, "mxfp4", 32, mx.bfloat16, None, True, "clamped"),
+    (40, 2, 3, 128, 64, "mxfp4", 32, mx.float32, 4, True, "swiglu"),
     (18, 2, 4, 64, 96, "mxfp4", 32, mx.float16, None),
-    (2, 3, 5, 96, 64, 4, 32, mx.bfloat16, None, True, True),
-    (18, 2, 4, 64, 96, 8, 32, mx.float16, None, True, True),
-    (18, 2, 4, 64, 96, 4, 32, mx.float16, None, False, True),
+    (2, 3, 5, 96, 64, 4, 32, mx.bfloat16, None, True, "clamped"),
+    (18, 2, 4, 64, 96, 8, 32, mx.float16, None, True, "clamped"),
+    (18, 2, 4, 64, 96, 4, 32, mx.float16, None, False, "clamped"),
     # Floats in rows of any multiple of 8.
     (2, 3, 4, 40, 24, 0, 32, mx.bfloat16, None),
     (21, 2, 3, 56, 8, 0, 32, mx.bfloat16, None),
     (19, 3, 4, 168, 104, 0, 32, mx.float32, None),
-    (3, 2, 3, 1000, 24, 0, 32, mx.float16, 0, True, True),
+    (3, 2, 3, 1000, 24, 0, 32, mx.float16, 0, True, "clamped"),
     # A bank of another dtype than x.
-    (2, 3, 4, 96, 64, 4, 32, mx.bfloat16, None, False, False, mx.float16),
-    (18, 2, 4, 64, 96, 4, 32, mx.bfloat16, None, True, False, mx.float32),
-    (17, 2, 3, 40, 24, 0, 32, mx.bfloat16, None, False, False, mx.float32),
-    (2, 2, 3, 48, 16, 0, 32, mx.float32, None, False, False, mx.bfloat16),
-    (19, 2, 3, 64, 32, 8, 32, mx.float32, 0, False, False, mx.float16),
-    (2, 2, 3, 64, 32, 2, 32, mx.float16, 8, True, True, mx.bfloat16),
+    (2, 3, 4, 96, 64, 4, 32, mx.bfloat16, None, False, "swiglu", mx.float16),
+    (18, 2, 4, 64, 96, 4, 32, mx.bfloat16, None, True, "swiglu", mx.float32),
+    (17, 2, 3, 40, 24, 0, 32, mx.bfloat16, None, False, "swiglu", mx.float32),
+    (2, 2, 3, 48, 16, 0, 32, mx.float32, None, False, "swiglu", mx.bfloat16),
+    (19, 2, 3, 64, 32, 8, 32, mx.float32, 0, False, "swiglu", mx.float16),
+    (2, 2, 3, 64, 32, 2, 32, mx.float16, 8, True, "clamped", mx.bfloat16),
+    (2, 3, 5, 96, 64, 4, 32, mx.bfloat16, None, False, "geglu"),
+    (19, 2, 4, 64, 96, 8, 32, mx.float32, 4, False, "geglu"),
+    (17, 2, 3, 40, 24, 0, 32, mx.float16, None, True, "geglu"),
 ]
 # Their parts are those of others.
 ALIKE = [SIZES[i] for i in (13, 15, 16, 18, 19, 20, 21, 22, 25, 26, 31, 32)]
@@ -87,14 +90,14 @@ def case(
     dtype,
     down,
     biased=False,
-    clamped=False,
+    activation="swiglu",
     stored=None,
     *,
     absent=0.0,
 ):
     rng = np.random.default_rng(tokens + C)
     numbers = {"bits": bits, "group": group, "dtype": stored or dtype, "down": down}
-    bank = random_bank(slots=slots, C=C, F=F, biased=biased, clamped=clamped, **numbers)
+    bank = random_bank(slots=slots, C=C, F=F, biased=biased, activation=activation, **numbers)
     x = random_array(rng, (tokens, C), dtype)
     return x, *random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent), bank
 
