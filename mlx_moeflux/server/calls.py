@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
-from mlx_moeflux.server.json_guard import ObjectEnd, read_json
+from mlx_moeflux.server.json_guard import MOST_DEPTH, ObjectEnd, read_json
 from mlx_moeflux.server.schemas import TEXT, ArgumentsSchema
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -229,6 +229,7 @@ KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_SECTION, KIMI_SECTION_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>"
 HARMONY_END = "<|call|>"
+GEMMA, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
 _JSON_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -413,3 +414,78 @@ def parse_kimi_calls(reader: Reader, tools: Tools) -> Parser:
         yield from reader.arguments(name[1], given if name[2] else None)
         yield from reader.take("<|tool_call_end|>", optional=True)
         yield _CLOSE
+
+
+def parse_gemma_call(reader: Reader, tools: Tools) -> Parser:
+    """Parse ``call:name{key:value}``, as Gemma-4 writes it: keys are bare, texts stand between
+    marks, and arrays and objects hold the same."""
+    yield from reader.take("call:")
+    name = yield from reader.name("{")
+    yield from reader.take("{")
+    yield CallPart(name, "{")
+    yield from _gemma_members(reader, ArgumentsSchema(tools.get(name, {})), 0)
+    yield from reader.take(GEMMA_END, optional=True)
+    yield _CLOSE
+
+
+def _gemma_members(reader: Reader, schema: ArgumentsSchema, depth: int) -> Parts:
+    """Read the members of an object up to its end; yield them as JSON."""
+    keys: set[str] = set()
+    mark = "," if (yield from reader.next()) != "}" else (yield from reader.take("}"))
+    while mark == ",":
+        key = (yield from reader.name(":")).removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE)
+        if key in keys or _GEMMA_MARKS.search(key):
+            raise ValueError("a key twice, or none")
+        yield from reader.take(":")
+        yield CallPart(arguments=f"{', ' if keys else ''}{_json(key)}: ")
+        keys.add(key)
+        yield from _gemma_value(reader, schema, schema.argument(key), depth)
+        mark = yield from reader.take(",", "}")
+
+
+_ANY = ArgumentsSchema({})
+_GEMMA_ENDS = (",", "}", "]")
+_GEMMA_MARKS = re.compile(r'[,{}\[\]<>"]')
+_GEMMA_BARE = re.compile(r"[^,}\]]*")
+
+
+def _gemma_value(reader: Reader, schema: ArgumentsSchema, of: Any, depth: int) -> Parts:
+    """Read a value; yield it as JSON. of: Its own schema, which says what a value without marks
+    is; inside arrays and objects it is JSON, or else a text."""
+    if depth > MOST_DEPTH:
+        raise ValueError("nested too deep")
+    yield from reader.next()
+    while (rest := reader.text[reader.at : reader.at + len(GEMMA_QUOTE)]) != GEMMA_QUOTE:
+        if not GEMMA_QUOTE.startswith(rest) or reader.ended:
+            break
+        yield None
+    if rest == GEMMA_QUOTE:
+        reader.at += len(GEMMA_QUOTE)
+        yield CallPart(arguments='"')
+        rows = ((end,) for end in _GEMMA_ENDS)
+        yield from reader.value(GEMMA_QUOTE, *rows, shown=True, lines=None)
+        yield CallPart(arguments='"')
+    elif rest.startswith("{"):
+        reader.at += 1
+        yield CallPart(arguments="{")
+        yield from _gemma_members(reader, _ANY, depth + 1)
+        yield CallPart(arguments="}")
+    elif rest.startswith("["):
+        reader.at += 1
+        yield CallPart(arguments="[")
+        mark = "," if (yield from reader.next()) != "]" else (yield from reader.take("]"))
+        count = 0
+        while mark == ",":
+            yield CallPart(arguments=", " * bool(count))
+            yield from _gemma_value(reader, _ANY, {}, depth + 1)
+            mark, count = (yield from reader.take(",", "]")), count + 1
+        yield CallPart(arguments="]")
+    else:
+        while (end := _GEMMA_BARE.match(reader.text, reader.at).end()) == len(reader.text):
+            if reader.ended:
+                raise ValueError("no end of a value")
+            yield None
+        text, reader.at = reader.text[reader.at : end].strip(), end
+        if not text:
+            raise ValueError("no value")
+        yield CallPart(arguments=_json(schema.value(text, of)))

@@ -26,6 +26,18 @@ MOST_GRAMMARS = 64
 WHITE_SPACE = r"[ \n]{0,16}"
 
 
+def json_rule(schema: Any) -> str:
+    """Return a schema for a ``%json`` rule of a Lark grammar."""
+    if not isinstance(schema, dict):
+        return json.dumps(schema)
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+
+
+def quoted(*parts: str) -> str:
+    """Return a Lark text of texts."""
+    return json.dumps("".join(parts), ensure_ascii=False)
+
+
 class _Vocabulary:
     """The tokenizer as llguidance reads it: bytes of every token, and an encoder of bytes."""
 

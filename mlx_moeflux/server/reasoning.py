@@ -233,6 +233,15 @@ REASONING = {
         ),
         strays=("</think>",),
     ),
+    "gemma4": ReasoningSyntax(
+        "<|channel>thought",
+        "<channel|>",
+        ("<|channel>", "<channel|>"),
+        lambda syntax, opened, calls: ReasoningSplitter(
+            syntax.open, syntax.close, opened=opened, calls=calls
+        ),
+        strays=("<channel|>",),
+    ),
     "harmony": ReasoningSyntax(
         f"{_CHANNEL}analysis{_MESSAGE}",
         "<|end|>",

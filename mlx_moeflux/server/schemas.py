@@ -58,21 +58,21 @@ class ArgumentsSchema:
     def arguments(self) -> dict[str, Any]:
         """Return name -> schema of the arguments that the schema lists for every call."""
         found: dict[str, list[Any]] = {}
-        for part in self._parts(self._root):
+        for part in self.parts(self._root):
             for name, schema in _mapping(part.get("properties")).items():
                 found.setdefault(name, []).append(schema)
         return {name: _together("allOf", schemas) for name, schemas in found.items()}
 
     def required(self) -> set[str]:
         """Return the names of the arguments that every call has."""
-        lists = [_list(part.get("required")) for part in self._parts(self._root)]
+        lists = [_list(part.get("required")) for part in self.parts(self._root)]
         return {name for names in lists for name in names if isinstance(name, str)}
 
     def argument(self, name: str) -> Any:
         """Return the schema of one argument, {} if there is none."""
         found = self._argument(self._root, name, 0)
         if found is None:
-            extra = [part.get("additionalProperties") for part in self._parts(self._root)]
+            extra = [part.get("additionalProperties") for part in self.parts(self._root)]
             found = next((schema for schema in extra if isinstance(schema, dict)), {})
         return found
 
@@ -144,7 +144,7 @@ class ArgumentsSchema:
         inside = f"/{ANY_TEXT}{_literal(end)}{ANY_TEXT}/"
         return f"({' | '.join(f'({form})' for form in forms)}) & ~{inside}"
 
-    def _parts(self, schema: Any) -> list[Mapping[str, Any]]:
+    def parts(self, schema: Any) -> list[Mapping[str, Any]]:
         """Return the schemas that hold together: one, what it refers to, and their allOf."""
         waiting, found, seen = [schema], [], set()
         for one in waiting:
@@ -172,7 +172,7 @@ class ArgumentsSchema:
 
     def _argument(self, schema: Any, name: str, steps: int) -> Any:
         found = []
-        for part in self._parts(schema) if steps < MOST_STEPS else ():
+        for part in self.parts(schema) if steps < MOST_STEPS else ():
             properties = _mapping(part.get("properties"))
             if name in properties:
                 found.append(properties[name])
@@ -185,7 +185,7 @@ class ArgumentsSchema:
     def _types_of(self, schema: Any, steps: int) -> frozenset[str]:
         if id(schema) in self._types:
             return self._types[id(schema)]
-        parts = self._parts(schema)
+        parts = self.parts(schema)
         if not parts or steps > MOST_STEPS:
             return ANY
         self._known.append(schema)
@@ -210,7 +210,7 @@ class ArgumentsSchema:
         self._known.append(schema)
         self._choices[id(schema)] = {}
         found: dict[str, Any] | None = None
-        parts = self._parts(schema)
+        parts = self.parts(schema)
         for own in (own for part in parts for own in self._own_choices(part, steps)):
             found = own if found is None else {k: v for k, v in found.items() if k in own}
         if found is not None:
@@ -239,10 +239,10 @@ class ArgumentsSchema:
             raise RequestError("it refers to itself")
         least, most = 0, None
         rows: list[tuple[str, ...]] = [()]
-        for part in self._parts(schema):
+        for part in self.parts(schema):
             least = max(least, _count(part, "minLength") or 0)
-            limit = _count(part, "maxLength")
-            most = limit if most is None or limit is None else min(most, limit)
+            if (limit := _count(part, "maxLength")) is not None:
+                most = limit if most is None else min(most, limit)
             if isinstance(part.get("pattern"), str):
                 rows = [(*row, _searched(part["pattern"])) for row in rows]
             for own in _own_lists(part):

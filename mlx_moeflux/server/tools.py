@@ -21,6 +21,9 @@ from mlx_moeflux.server.calls import (
     DEEPSEEK_CALL,
     DEEPSEEK_END,
     FUNCTION,
+    GEMMA,
+    GEMMA_END,
+    GEMMA_QUOTE,
     HARMONY_END,
     INVOKE,
     KIMI,
@@ -34,6 +37,7 @@ from mlx_moeflux.server.calls import (
     Reader,
     Tools,
     parse_deepseek_calls,
+    parse_gemma_call,
     parse_glm_call,
     parse_harmony_call,
     parse_json_call,
@@ -41,8 +45,9 @@ from mlx_moeflux.server.calls import (
     parse_minimax_calls,
     parse_xml_calls,
 )
-from mlx_moeflux.server.constrain import WHITE_SPACE
+from mlx_moeflux.server.constrain import json_rule, quoted
 from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.marked_arguments import MarkedArguments
 from mlx_moeflux.server.schemas import ANY, ANY_TEXT, ArgumentsSchema
 
 
@@ -80,7 +85,7 @@ class Tags:
                     inner, text = f"{name}_{i}", f"TEXT_{name}_{i}".upper()
                     rules += [self._text(inner, text), f"{text}: {pattern}"]
             else:
-                inner = f"%json {_json_rule(arguments.standalone(value))} {_quoted(self.end)}"
+                inner = f"%json {json_rule(arguments.standalone(value))} {quoted(self.end)}"
             part = f"{self.begin(key)} {inner} {self.after}"
             parts.append(part if key in required else f"({part})?")
         body = " ".join(parts) or '""'
@@ -91,7 +96,7 @@ class Tags:
         return self._text("text_value", f"/{ANY_TEXT}/")
 
     def _text(self, name: str, body: str) -> str:
-        return f"{name}[suffix={_quoted(self.end)}]: {body}"
+        return f"{name}[suffix={quoted(self.end)}]: {body}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ class ToolSyntax:
     call: (name, rule of its arguments) -> Lark grammar of one call, without begin and end.
     tags: Around arguments; None for arguments in JSON.
     text_arguments: The template wants the arguments of earlier calls as JSON text.
-    grouped: One begin and end stand around all calls, else around each.
+    grouped: One begin and end stand around all calls, else around each. between: Text between calls
+        that each have theirs.
     ends_reply: The end is the token that ends a reply.
     tokens: Special ones inside of calls.
     """
@@ -116,9 +122,10 @@ class ToolSyntax:
     end: str
     parse: Callable[[Reader, Tools], Parser]
     call: Callable[[str, str], str]
-    tags: Tags | None = None
+    tags: Tags | MarkedArguments | None = None
     text_arguments: bool = False
     grouped: bool = False
+    between: str = "\n"
     ends_reply: bool = False
     tokens: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
@@ -133,18 +140,6 @@ class ToolSyntax:
         return (self.begin, *(() if self.ends_reply else (self.end,)), *self.tokens)
 
 
-def _json_rule(schema: Any) -> str:
-    """Return a schema for a ``%json`` rule."""
-    if not isinstance(schema, dict):
-        return json.dumps(schema)
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-
-
-def _quoted(*parts: str) -> str:
-    """Return a Lark text of texts."""
-    return json.dumps("".join(parts), ensure_ascii=False)
-
-
 # Name -> syntax, the more particular ones first; --tool-parser names one.
 SYNTAXES: dict[str, ToolSyntax] = {
     "qwen3_xml": ToolSyntax(
@@ -153,10 +148,10 @@ SYNTAXES: dict[str, ToolSyntax] = {
         CALL_END,
         parse_xml_calls,
         lambda name, rule: (
-            f"{_quoted(chr(10), FUNCTION, name, '>', chr(10))} {rule} "
-            f"{_quoted('</function>', chr(10))}"
+            f"{quoted(chr(10), FUNCTION, name, '>', chr(10))} {rule} "
+            f"{quoted('</function>', chr(10))}"
         ),
-        tags=Tags(lambda key: _quoted(f"<parameter={key}>\n"), "\n</parameter>", '"\\n"'),
+        tags=Tags(lambda key: quoted(f"<parameter={key}>\n"), "\n</parameter>", '"\\n"'),
         bare=(FUNCTION,),
     ),
     "glm4": ToolSyntax(
@@ -164,9 +159,9 @@ SYNTAXES: dict[str, ToolSyntax] = {
         CALL,
         CALL_END,
         parse_glm_call,
-        lambda name, rule: f"{_quoted(name)} /\\n?/ {rule}",
+        lambda name, rule: f"{quoted(name)} /\\n?/ {rule}",
         tags=Tags(
-            lambda key: f'{_quoted("<arg_key>", key, "</arg_key>")} /\\n?/ "<arg_value>"',
+            lambda key: f'{quoted("<arg_key>", key, "</arg_key>")} /\\n?/ "<arg_value>"',
             "</arg_value>",
             "/\\n?/",
         ),
@@ -178,11 +173,11 @@ SYNTAXES: dict[str, ToolSyntax] = {
         MINIMAX_END,
         parse_minimax_calls,
         lambda name, rule: (
-            f"/\\n?/ {_quoted('<invoke name=', json.dumps(name), '>', chr(10))} {rule} "
+            f"/\\n?/ {quoted('<invoke name=', json.dumps(name), '>', chr(10))} {rule} "
             f'"</invoke>" /\\n?/'
         ),
         tags=Tags(
-            lambda key: _quoted("<parameter name=", json.dumps(key), ">"), "</parameter>", '"\\n"'
+            lambda key: quoted("<parameter name=", json.dumps(key), ">"), "</parameter>", '"\\n"'
         ),
         grouped=True,
         bare=(INVOKE,),
@@ -193,10 +188,20 @@ SYNTAXES: dict[str, ToolSyntax] = {
         HARMONY_END,
         parse_harmony_call,
         lambda name, rule: (
-            f"{_quoted('functions.', name, ' ', '<|constrain|>json<|message|>')} {rule}"
+            f"{quoted('functions.', name, ' ', '<|constrain|>json<|message|>')} {rule}"
         ),
         ends_reply=True,
         tokens=("<|channel|>", "<|constrain|>", "<|message|>"),
+    ),
+    "gemma4": ToolSyntax(
+        (GEMMA, GEMMA_END, GEMMA_QUOTE),
+        GEMMA,
+        GEMMA_END,
+        parse_gemma_call,
+        lambda name, rule: f'{quoted("call:", name, "{")} {rule} "}}"',
+        tags=MarkedArguments(),
+        between="",
+        tokens=(GEMMA_QUOTE,),
     ),
     "hermes": ToolSyntax(
         ("<tool_call>", "</tool_call>"),
@@ -204,7 +209,7 @@ SYNTAXES: dict[str, ToolSyntax] = {
         CALL_END,
         parse_json_call,
         lambda name, rule: (
-            f'"\\n{{\\"name\\": " {_quoted(json.dumps(name))} ", \\"arguments\\": " {rule} "}}\\n"'
+            f'"\\n{{\\"name\\": " {quoted(json.dumps(name))} ", \\"arguments\\": " {rule} "}}\\n"'
         ),
     ),
     "deepseek_v3": ToolSyntax(
@@ -213,8 +218,8 @@ SYNTAXES: dict[str, ToolSyntax] = {
         DEEPSEEK_END,
         parse_deepseek_calls,
         lambda name, rule: (
-            f"{_quoted('<｜tool▁call▁begin｜>function<｜tool▁sep｜>', name)} "
-            f'"\\n```json\\n" {rule} {_quoted(chr(10), "```<｜tool▁call▁end｜>")}'
+            f"{quoted('<｜tool▁call▁begin｜>function<｜tool▁sep｜>', name)} "
+            f'"\\n```json\\n" {rule} {quoted(chr(10), "```<｜tool▁call▁end｜>")}'
         ),
         text_arguments=True,
         grouped=True,
@@ -226,8 +231,8 @@ SYNTAXES: dict[str, ToolSyntax] = {
         DEEPSEEK_END,
         parse_deepseek_calls,
         lambda name, rule: (
-            f"{_quoted('<｜tool▁call▁begin｜>', name, '<｜tool▁sep｜>')} {rule} "
-            f"{_quoted('<｜tool▁call▁end｜>')}"
+            f"{quoted('<｜tool▁call▁begin｜>', name, '<｜tool▁sep｜>')} {rule} "
+            f"{quoted('<｜tool▁call▁end｜>')}"
         ),
         text_arguments=True,
         grouped=True,
@@ -239,7 +244,7 @@ SYNTAXES: dict[str, ToolSyntax] = {
         KIMI_END,
         parse_kimi_calls,
         lambda name, rule: (
-            f"{_quoted('<|tool_call_begin|>functions.', name, ':')} /[0-9]{{1,3}}/ "
+            f"{quoted('<|tool_call_begin|>functions.', name, ':')} /[0-9]{{1,3}}/ "
             f'"<|tool_call_argument_begin|>" {rule} "<|tool_call_end|>"'
         ),
         text_arguments=True,
@@ -286,7 +291,7 @@ def calls_grammar(
     for i, (name, schema) in enumerate(tools.items()):
         arguments = f"arguments_{i}"
         if syntax.tags is None:
-            rules.append(f"{arguments}: %json {_json_rule({'type': 'object', **schema})}")
+            rules.append(f"{arguments}: %json {json_rule({'type': 'object', **schema})}")
         else:
             try:
                 rules += syntax.tags.rules(arguments, schema)
@@ -296,18 +301,18 @@ def calls_grammar(
                 ) from error
         rules.append(f"call_{i}: {syntax.call(name, arguments)}")
         names.append(f"call_{i}")
-    begin, end = _quoted(syntax.begin), "" if syntax.ends_reply else _quoted(syntax.end)
+    begin, end = quoted(syntax.begin), "" if syntax.ends_reply else quoted(syntax.end)
     many = many and not syntax.ends_reply
     one = f"({' | '.join(names)})"
     if syntax.grouped:
         start = f"{begin} {one}{'+' if many else ''} {end}"
     else:
         start = f"{begin} {one} {end}"
-        start += f' ("\\n" {start})*' if many else ""
+        start += f" ({quoted(syntax.between)} {start})*" if many else ""
     shared = [] if syntax.tags is None else [syntax.tags.shared()]
     for schema in answer:
         whole = {"type": "object"} if schema is None else schema
-        shared.append(f"answer: %json {_json_rule(whole)}")
+        shared.append(f"answer: %json {json_rule(whole)}")
         start += " | answer"
     return "\n".join([f"start: {start}", *rules, *shared])
 

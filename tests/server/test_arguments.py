@@ -190,6 +190,7 @@ FORCED = [
     ({"type": "string", "minLength": 2}, ["ab", "a\nb"], ["a", ""]),
     ({"type": "string", "minLength": 2, "maxLength": 2}, ["ab"], ["a", "abc"]),
     ({"allOf": [{**STRING, "minLength": 2}, {"maxLength": 3}]}, ["ab", "abc"], ["a", "abcd"]),
+    ({"allOf": [{**STRING, "maxLength": 3}, {"minLength": 2}]}, ["ab", "abc"], ["a", "abcd"]),
     ({"anyOf": [{**STRING, "maxLength": 2}, {"type": "integer"}, NULL]},
      ["ab", "12345", "null", "-7"], ["abc", "01234"]),
     ({"anyOf": [{**STRING, "pattern": "^x"}, {**STRING, "maxLength": 1}]}, ["xyz", "a", ""],

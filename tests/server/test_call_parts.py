@@ -10,7 +10,7 @@ import pytest
 from mlx_moeflux.server.assemble import Assembler
 from mlx_moeflux.server.calls import CallPart, whole_calls
 from mlx_moeflux.server.engine import Token
-from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter
+from mlx_moeflux.server.tools import SYNTAXES, Tags, ToolSplitter
 from tests.server.test_cut_calls import (
     CALLS,
     TOOLS,
@@ -146,7 +146,7 @@ def test_the_parts_of_a_reply_are_its_whole_calls(syntax):
     arguments = {"text": LONG, "count": "12", "any": '{"a": 1}', "kind": "1", "maybe": "null",
                  "list": "[1, 2]", "other": "é"}  # fmt: skip
     want = {**arguments, "count": 12, "any": {"a": 1}, "kind": 1, "maybe": None, "list": [1, 2]}
-    tagged = SYNTAXES[syntax].tags is not None
+    tagged = isinstance(SYNTAXES[syntax].tags, Tags)
     text, _ = reply(syntax, [("f", arguments if tagged else want)])
     parts = [part for found in pieces(syntax, text, tools=tools) for part in found.calls]
     (streamed,) = whole_calls(parts)

@@ -92,6 +92,23 @@ PUBLISHED |= {
         "",
         [("weather", {"city": "New <York>", "days": 3, "unit": "C"}), ("now", {})],
     ),
+    "gemma4": (
+        'I look.<|tool_call>call:weather{city:<|"|>New {York}, "NY"<|"|>,days:3,unit:<|"|>C<|"|>,'
+        'more:{a:[1,true,<|"|>x<|"|>],b:{}}}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        "I look.",
+        [
+            (
+                "weather",
+                {
+                    "city": 'New {York}, "NY"',
+                    "days": 3,
+                    "unit": "C",
+                    "more": {"a": [1, True, "x"], "b": {}},
+                },
+            ),
+            ("now", {}),
+        ],
+    ),
     "harmony": (
         "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
         '{"city": "Tokyo"}<|call|>',
@@ -104,6 +121,10 @@ BROKEN = {
              "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
     "minimax_m2": ["<minimax:tool_call><invoke name=f></invoke></minimax:tool_call>",
                    "<minimax:tool_call></minimax:tool_call>"],
+    "gemma4": ["<|tool_call>weather{}<tool_call|>", "<|tool_call>call:f{a}<tool_call|>",
+               "<|tool_call>call:f{a:1,a:2}<tool_call|>", "<|tool_call>call:f{a:}<tool_call|>",
+               "<|tool_call>call:f{a:" + "[" * 5000 + "<tool_call|>",
+               "<|tool_call>call:f{a:1<tool_call|>"],
     "harmony": ["<|channel|>commentary to=browser.open<|message|>{}<|call|>",
                 "<|channel|>commentary to=functions.f<|message|>{<|call|>"],
     "hermes": ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "a <tool_call> b",
@@ -207,7 +228,8 @@ def test_text_without_calls_is_not_held_back():
         # Families that no model of this package has.
         ("""{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}invoke name="f">""", None),
         ("""<seed:tool_call>\n<function=f>\n<parameter=a>""", None),
-        ("""{{- '<|tool_call>call:' + name }}""", None),
+        ("""{{- '<|tool_call>call:' + name + '{' }}{{- '<|"|>' + argument + '<|"|>' -}}"""
+         """{{- '}<tool_call|>' -}}""", "gemma4"),
         ("""<|tool_call_start|>[f(a=1)]<|tool_call_end|>""", None),
         ("{{ messages }}", None),
     ],

@@ -387,6 +387,7 @@ FEW = [
     mixed(SIZES[16]),
     mixed(SIZES[23]),
     mixed(SIZES[27]),
+    mixed(SIZES[33]),
 ]
 MANY = [
     mixed(SIZES[6], absent=0.3, tile=expert_tiles.SMALL),
