@@ -46,6 +46,7 @@ FAMILIES = {
     "MiniMax-M2": Family(),
     "gpt-oss-120b": Family("thinking"),
     "Hermes-3": Family(),
+    "gemma-4": Family(),
 }
 TOOLS = [
     {"type": "function", "function": {

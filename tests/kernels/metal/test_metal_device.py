@@ -31,6 +31,7 @@ SHAPES = {
     "qwen3-tiny": {},
     "qwen3-next-tiny": {"full_attention_interval": 2},
     "gpt-oss-tiny": {"sliding_window": 8},
+    "gemma-4-tiny": {"sliding_window": 8},
     "qwen4-exp-tiny": {"full_attention_interval": 2, "ple_layer_ids": (1,)},
 }
 ATTENTION = {"project", "norm_rope", "sdpa", "append_row"}
@@ -46,6 +47,8 @@ RUNS = {
     "qwen3-next-tiny": ("100%", ATTENTION | RESIDENT | {"delta_mixer"}),
     "gpt-oss-tiny": ("100%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
     "gpt-oss-tiny streamed": ("50%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
+    "gemma-4-tiny": ("100%", ATTENTION | {"softmax_top_k", "expert_mix"}),
+    "gemma-4-tiny streamed": ("50%", ATTENTION | {"softmax_top_k", "expert_mix"}),
     "qwen4-exp-tiny": ("100%", ATTENTION | STREAMED | {"delta_mixer", "read_streams"}),
 }
 
