@@ -444,9 +444,8 @@ def _gemma_members(reader: Reader, schema: ArgumentsSchema, depth: int) -> Parts
 
 
 _ANY = ArgumentsSchema({})
-_GEMMA_ENDS = (",", "}", "]")
+_GEMMA_END = re.compile(r"[,}\]]")
 _GEMMA_MARKS = re.compile(r'[,{}\[\]<>"]')
-_GEMMA_BARE = re.compile(r"[^,}\]]*")
 
 
 def _gemma_value(reader: Reader, schema: ArgumentsSchema, of: Any, depth: int) -> Parts:
@@ -462,8 +461,7 @@ def _gemma_value(reader: Reader, schema: ArgumentsSchema, of: Any, depth: int) -
     if rest == GEMMA_QUOTE:
         reader.at += len(GEMMA_QUOTE)
         yield CallPart(arguments='"')
-        rows = ((end,) for end in _GEMMA_ENDS)
-        yield from reader.value(GEMMA_QUOTE, *rows, shown=True, lines=None)
+        yield from reader.value(GEMMA_QUOTE, (",",), ("}",), ("]",), shown=True, lines=None)
         yield CallPart(arguments='"')
     elif rest.startswith("{"):
         reader.at += 1
@@ -481,11 +479,13 @@ def _gemma_value(reader: Reader, schema: ArgumentsSchema, of: Any, depth: int) -
             mark, count = (yield from reader.take(",", "]")), count + 1
         yield CallPart(arguments="]")
     else:
-        while (end := _GEMMA_BARE.match(reader.text, reader.at).end()) == len(reader.text):
+        place = reader.at
+        while (end := _GEMMA_END.search(reader.text, place)) is None:
             if reader.ended:
                 raise ValueError("no end of a value")
+            place = len(reader.text)
             yield None
-        text, reader.at = reader.text[reader.at : end].strip(), end
+        text, reader.at = reader.text[reader.at : end.start()].strip(), end.start()
         if not text:
             raise ValueError("no value")
         yield CallPart(arguments=_json(schema.value(text, of)))

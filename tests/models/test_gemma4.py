@@ -189,6 +189,37 @@ def test_mlx_lm_gives_the_same_logits(case, tmp_path):
         assert relative_error(model(golden["tokens"]), golden["logits"]) <= 1e-5
 
 
+def test_mlx_lm_gives_the_same_logits_of_quantised_weights(tmp_path):
+    """In groups of 32, as QAT's files have them, whose router is in floats."""
+    utils = pytest.importorskip("mlx_lm.utils")
+    tokens = mx.load(str(GOLDEN / "gemma4_shared" / "golden.safetensors"))["tokens"]
+    options = {"quantize": True, "q_bits": 4, "q_group_size": 32, "layout": "safetensors"}
+    out = convert(GOLDEN / "gemma4_shared", tmp_path / "mlx", **options)
+    file, floats = (
+        out / "model.safetensors",
+        mx.load(str(GOLDEN / "gemma4_shared/model.safetensors")),
+    )
+    tensors, config = mx.load(str(file)), json.loads((out / "config.json").read_text())
+    for layer in range(3):
+        router = f"language_model.model.layers.{layer}.router.proj"
+        for part in ("scales", "biases"):
+            del tensors[f"{router}.{part}"]
+        tensors[f"{router}.weight"] = floats[f"model.layers.{layer}.router.proj.weight"]
+        del config["quantization"][router]
+        del config["quantization_config"][router]
+    mx.eval(tensors)
+    mx.save_safetensors(str(file), tensors, {"format": "mlx"})
+    (out / "config.json").write_text(json.dumps(config))
+    theirs, _ = utils.load_model(out)
+    theirs.set_dtype(mx.float32)
+    expected = theirs(tokens)
+    for memory in ("100%", "60.01%"):
+        with load_model(out, dtype=mx.float32, expert_memory=memory) as model:
+            assert relative_error(model(tokens), expected) <= 1e-5
+            assert not hasattr(model.layers[0].mlp.gate, "bits")
+            assert model.layers[0].mlp.up_proj.bits == 4
+
+
 def test_mlx_lm_reads_what_is_synthesised(tmp_path):
     utils = pytest.importorskip("mlx_lm.utils")
     path = synthesize("gemma-4-tiny", tmp_path / "model", layers=2, experts=8)
