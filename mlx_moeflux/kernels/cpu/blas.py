@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import threading
 import weakref
 from collections.abc import Callable
 from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -29,7 +29,7 @@ import numpy as np
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.quantised import FLOATS, arrays_of
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank, geglu, swiglu
 
 KEPT_BYTES = 128 << 20
 # Numbers that are dequantised together, of matrices that are not kept.
@@ -199,7 +199,7 @@ def scratch(role: str | None, shape: tuple[int, ...]) -> np.ndarray:
     is fresh from the system costs a fault for every page, more than is computed with it."""
     if role is None:
         return np.empty(shape, np.float32)
-    known, count = vars(_local).get(role), prod(shape)
+    known, count = vars(_local).get(role), math.prod(shape)
     if known is None or known.size < count:
         known = vars(_local)[role] = np.empty(count, np.float32)
     return known[:count].reshape(shape)
@@ -293,6 +293,21 @@ def silu(x: np.ndarray) -> np.ndarray:
 def sigmoid(x: np.ndarray) -> np.ndarray:
     # exp(-x) may overflow to infinity: the result is 0 then, as it should be.
     return 1.0 / (1.0 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    # By its approximation 0.5 (1 + tanh z) = sigmoid(2 z).
+    return x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)))
+
+
+def check_experts(bank: ExpertBank) -> None:
+    """Raise :class:`UnsupportedError` for biases, and for an activation that is not computed."""
+    biased = any(part.bias is not None for part in (bank.gate, bank.up, bank.down))
+    if biased or bank.activation not in (swiglu, geglu):
+        raise UnsupportedError(
+            "BLAS computes experts without biases and with silu(gate) up or gelu(gate) up; take "
+            "the reference."
+        )
 
 
 @quiet
@@ -412,7 +427,7 @@ def _add_by_slot(
     rows: ``[N, C]``; scale: ``[P, 1]``; targets, sources, slots: ``[P]``, the pairs of a slot are
     neighbours and have different targets.
     """
-    parts = _views(bank)
+    parts, plain = _views(bank), bank.activation is swiglu
     firsts = np.flatnonzero(np.diff(slots, prepend=-1))
     ends = [*firsts[1:].tolist(), len(slots)]
     chosen = slots[firsts]
@@ -430,13 +445,17 @@ def _add_by_slot(
             if several > 1:  # :func:`product`, which would be most of the time
                 gate, up, down = made[0][i % several], made[1][i % several], made[2][i % several]
                 h = np.matmul(x[:, None], gate.T)[:, 0]
-                h *= 1.0 / (1.0 + np.exp(-h))
+                if plain:
+                    h *= 1.0 / (1.0 + np.exp(-h))
+                else:
+                    h = gelu(h)
                 h *= np.matmul(x[:, None], up.T)[:, 0]
                 y = np.matmul(h[:, None], down.T)[:, 0]
             else:
                 slot, keep = int(chosen[i]), bank.fixed
                 gate, up, down = parts.values()
-                h = silu(product(x, gate[0], slot, views=gate[1], keep=keep))
+                h = product(x, gate[0], slot, views=gate[1], keep=keep)
+                h = silu(h) if plain else gelu(h)
                 h *= product(x, up[0], slot, views=up[1], keep=keep)
                 y = product(h, down[0], slot, views=down[1], keep=keep)
             y *= scale[pairs]
@@ -451,7 +470,7 @@ def _views(bank: ExpertBank) -> dict[str, tuple[ProjectionBank, Views]]:
     """
     known = bank.launches.get("blas")
     if known is None:
-        bank.check_plain()
+        check_experts(bank)
         parts = {"gate": bank.gate, "up": bank.up, "down": bank.down}
         known = {role: (part, Views.of(part)) for role, part in parts.items()}
         bank.launches["blas"] = known

@@ -261,15 +261,6 @@ class ExpertBank:
         """Launch arguments for this bank; the launching functions keep them here."""
         return {}
 
-    def check_plain(self) -> None:
-        """Raise :class:`UnsupportedError` unless it has no biases and the plain activation, which
-        alone BLAS computes."""
-        biased = any(part.bias is not None for part in (self.gate, self.up, self.down))
-        if biased or self.activation is not swiglu:
-            raise UnsupportedError(
-                "BLAS computes experts without biases and with silu(gate) up; take the reference."
-            )
-
     def take(self, slots: mx.array, dtype: mx.Dtype | None = None) -> ExpertBank:
         """A small bank of the given slots only, floats in `dtype`, if it is given: what the CPU
         computes with, because stock operations would cast every slot's scales on every call."""
