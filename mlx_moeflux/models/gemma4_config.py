@@ -103,14 +103,20 @@ class Config(AttentionConfig):
             file=file,
             strict=strict,
         )
-        full = [i for i in range(parsed.num_hidden_layers) if parsed.window(i) is None]
-        first = next(iter(overrides.values()), {})
-        if overrides and overrides != dict.fromkeys(full, first):
-            raise ConfigError(
-                f"{file}: 'per_layer_config' must have the same keys for each of the layers of "
-                f"{FULL!r}, {', '.join(map(str, full))}, and for no other."
-            )
+        if overrides:
+            parsed._check_overrides(overrides, file)
         return parsed
+
+    def _check_overrides(self, overrides: dict[int, dict[str, Any]], file: Path | str) -> None:
+        last, values = self.num_hidden_layers - 1, list(overrides.values())
+        of_global = all(i <= last and self.window(i) is None for i in overrides)
+        # It ends at the first layer that has none, however many layers there are.
+        whole = of_global and all(i in overrides for i in range(last + 1) if self.window(i) is None)
+        if not whole or any(value != values[0] for value in values):
+            raise ConfigError(
+                f"{file}: 'per_layer_config' must have the same keys for every layer of {FULL!r} "
+                "and none for others."
+            )
 
     def check(self, file: Path | str) -> None:
         """See :meth:`BaseConfig.check`."""
@@ -225,10 +231,10 @@ def _chosen(text: dict[str, Any], file: Path | str) -> dict[str, Any]:
     chosen = text.get("top_k_experts")
     if chosen is None:
         raise ConfigError(f"{file}: the key 'top_k_experts' is missing; add it.")
-    if text.get("num_experts_per_tok", chosen) != chosen:
+    if (other := text.get("num_experts_per_tok")) not in (None, chosen):
         raise ConfigError(
-            f"{file}: 'top_k_experts' is {chosen!r} and 'num_experts_per_tok' "
-            f"{text['num_experts_per_tok']!r}; keep the first."
+            f"{file}: 'top_k_experts' is {chosen!r} and 'num_experts_per_tok' {other!r}; keep the "
+            "first."
         )
     if type(chosen) is not int:
         raise ConfigError(f"{file}: 'top_k_experts' is {chosen!r}, expected int.")
