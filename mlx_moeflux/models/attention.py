@@ -32,6 +32,7 @@ class Attention(Module):
     scale: Factor of the scores; None for the head size to the power of -1/2.
     shares_values: ``k_proj`` gives the values too, before the keys' norm; there is no ``v_proj``.
     value_norm: RMS norm of each head of the values, without a weight.
+    residual: x is added to the attention of norm(x).
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)), or, without a norm, attention(x).
@@ -51,13 +52,14 @@ class Attention(Module):
         scale: float | None = None,
         shares_values: bool = False,
         value_norm: bool = False,
+        residual: bool = True,
     ):
         super().__init__()
         C, Dh = config.hidden_size, config.head_dim
         Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
         self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
         self.qk_norm, self.value_norm = qk_norm, value_norm
-        self.scale = Dh**-0.5 if scale is None else scale
+        self.scale, self.residual = Dh**-0.5 if scale is None else scale, residual
         self.q_proj = Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
         self.k_proj = Linear(C, Hkv * Dh, bias=bias)
         if not shares_values:
@@ -120,7 +122,7 @@ class Attention(Module):
             options |= cache.windowed(T, self.window)
         y = self.attend(x, q, k, v, cache, options)
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
-        residual = None if norm is None else x
+        residual = x if self.residual and norm is not None else None
         return kernels.project(y, weights_of(self.o_proj), residual=residual)[0]
 
     def attend(

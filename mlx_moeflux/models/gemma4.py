@@ -115,7 +115,7 @@ class Layer(DecoderLayer):
 
     def mix(self, x: mx.array, cache: BaseCache) -> mx.array:
         """See :meth:`DecoderLayer.mix`."""
-        y = self[self._mixer_name](self.input_layernorm(x), cache, None)
+        y = self[self._mixer_name](x, cache, self.input_layernorm)
         return x + self.post_attention_layernorm(y)
 
     def feed_forward(
@@ -205,6 +205,7 @@ class Model(AttentionDecoder):
             scale=1.0,
             shares_values=config.attention_k_eq_v and window is None,
             value_norm=True,
+            residual=False,
         )
 
     def make_moe(self, layer: int) -> SparseMoeBlock:
