@@ -156,7 +156,10 @@ def test_only_what_changes_the_config_is_refused(register, given, key):
     "name",
     [
         "deepseek_v3_direct",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss_sinks", "qwen3_moe_window")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("gemma4_shared", "gpt_oss_sinks", "qwen3_moe_window")
+        ),
     ],
 )
 def test_a_draft_changes_no_token(name, tmp_path):
