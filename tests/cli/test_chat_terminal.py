@@ -123,6 +123,7 @@ def test_a_reply_is_shown_once_and_whole(size, height):
     assert_is_whole(shown(TEXT, size=size, height=height))
 
 
+@pytest.mark.slow
 def test_no_line_is_lost_however_often_the_growing_part_is_drawn():
     """A second thread that drew lost lines of half of such replies."""
     interval = sys.getswitchinterval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,9 +21,27 @@ from tests.kernels.metal import cuda, lint
 MOST_BYTES, MOST_BYTES_MIXED = 15_000, 24_000
 FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).rglob("*.metal"))
 NAMES = sorted(kernels())
+# Of kernels that one function writes for each number of matrices and results, by default these.
+ALIKE = re.compile(r"project(_rows|_blocks)?(_\d)+(_normed|_joined)?")
+USUAL = {
+    "project_2",
+    "project_2_2_joined",
+    "project_rows_2_2_normed",
+    "project_blocks_1_1_1_joined",
+}
+
+
+def slow_of(name: str) -> list[pytest.MarkDecorator]:
+    """Marks of the tests of a kernel."""
+    return [pytest.mark.slow] * (ALIKE.fullmatch(name) is not None and name not in USUAL)
+
+
+NAMED = [pytest.param(name, marks=slow_of(name)) for name in NAMES]
 # Each is a text that the emulator compiles: by default one of every kernel.
 CASES_OF = [
-    pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if i else [])
+    pytest.param(
+        name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if i else slow_of(name)
+    )
     for name, cases in sorted(all_cases().items())
     for i, case in enumerate(cases)
 ]
@@ -50,7 +69,7 @@ def test_files_keep_to_the_subset(file):
     assert lint.text_problems(file.read_text("utf-8")) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMED)
 def test_text_is_short_and_uses_an_attribute(name):
     for header, body in texts(name):
         assert (header + body).isascii()
@@ -62,7 +81,7 @@ def test_text_is_short_and_uses_an_attribute(name):
 @pytest.mark.parametrize(
     "every", [pytest.param(True, id="every", marks=pytest.mark.slow), pytest.param(False, id="two")]
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMED)
 def test_metal_would_take_it(name, every):
     """Each text of its cases, which differ in the arguments of a template; by default the first and
     the last."""

@@ -67,7 +67,9 @@ def steps(store, count, experts=None, *, tokens=1, seed=0):
     return found
 
 
-@pytest.mark.parametrize(("smaller", "turns"), [(0.5, 3), (0.99, 2), (3.0, 2)])
+@pytest.mark.parametrize(
+    ("smaller", "turns"), [(0.5, 3), pytest.param(0.99, 2, marks=pytest.mark.slow), (3.0, 2)]
+)
 @pytest.mark.parametrize("eviction", ["lfu", pytest.param("lru", marks=pytest.mark.slow)])
 def test_the_better_budget_is_kept_and_bits_stay(timed_store, experts, smaller, turns, eviction):
     store = timed_store(smaller, eviction=eviction)

@@ -59,7 +59,7 @@ SOME = call_of([1, 2, 4], [2, 4, 6], [1, 4, 6])
 
 
 @BOTH_READ
-@pytest.mark.parametrize("slots", [3, 4, 6])
+@pytest.mark.parametrize("slots", [3, pytest.param(4, marks=pytest.mark.slow), 6])
 def test_bits_and_counts_of_prompts_among_decode_steps(experts, open_store, slots):
     store, resident, random = open_store(slots, wave_reads=2), experts.resident(), [0]
     for n in (30, 1, 30, 17, 1, 2, 40, 5, 1, 30):

@@ -142,7 +142,7 @@ EQUIVALENT = {
         "dequantise: off by one > -> >=": "both are the same at 16",
         "dequantise: off by one < -> + 1 < (3)": "words are multiples of a pack",
         "dequantise: swapped arguments 1 and 2 of metal::fma": "commutes",
-        "dequantise_eight: off by one < -> + 1 < (2)": "eight are multiples of a pack",
+        "dequantise_eight: off by one < -> + 1 <": "eight are multiples of a pack",
         "dequantise_eight: swapped arguments 1 and 2 of metal::fma": "commutes",
     },
 }
