@@ -12,6 +12,7 @@ import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.delta import delta_mixer
+from tests.kernels.cases import PAST
 from tests.kernels.delta.inputs import gated_norm, mixer, mixer_inputs, prepared
 from tests.kernels.harness import DTYPES, Case, emulated, error, float64, one_rounding
 from tests.kernels.metal.variant import plain_name
@@ -158,7 +159,6 @@ CASES = {
 }
 
 LARGER = "a larger array"
-PAST = "past the end of a thread's array, and nothing reads it"
 EQUIVALENT = {
     "delta_mixer.metal": {
         "delta_step: transposed index": LARGER,

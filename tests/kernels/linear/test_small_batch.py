@@ -25,6 +25,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import add_shared as add_shared_module
 from mlx_moeflux.kernels.moe.add_shared import add_shared_rows
 from mlx_moeflux.kernels.runtime import launcher
+from tests.kernels.cases import PAST
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64, launched, patched
 from tests.kernels.linear import test_project
@@ -244,7 +245,6 @@ def shared_case(scored: bool, routed: bool = True, sizes=SHARED[0]) -> Case:
 
 
 EIGHTS = "both sides are multiples of eight"
-PAST = "past the end of a thread's array, and nothing reads it"
 WHICH = "where an element lies is the same in every fragment"
 EQUIVALENT = {
     "small_batch.metal": {

@@ -19,6 +19,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
 )
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX, expert_mix, expert_mix_grouped
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs, pair_bytes
+from tests.kernels.cases import PAST
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
 from tests.kernels.harness import Case, emulated, error, launched, patched
 
@@ -401,7 +402,6 @@ MANY = [
 ]
 STEP = "both sides are multiples of the step"
 SHARE = "a larger share: the last simdgroups have none"
-PAST = "past the end of a thread's array, never read"
 PRODUCT, ZEROS, COUNT = "a product", "both are 0", "the count is no larger"
 EQUIVALENT = {
     "expert_tiles.metal": {
@@ -410,6 +410,7 @@ EQUIVALENT = {
         "affine_share: off by one < -> + 1 < (2)": STEP,
         "affine_share: off by one < -> + 1 < (4)": STEP,
         "spread: swapped arguments 1 and 2 of metal::fma": PRODUCT,
+        "spread: off by one < -> <= (2)": PAST,
         "affine_share: off by one > -> >=": "the larger of equals",
         "affine_share: off by one < -> + 1 < (5)": STEP,
         "affine_share: off by one < -> + 1 < (7)": STEP,
@@ -446,6 +447,7 @@ EQUIVALENT = {
         "take_columns: off by one < -> + 1 < (3)": STEP,
         "part_of_rows: off by one < -> + 1 <": STEP,
         "part_of_rows: off by one < -> <=": "fetch_rows looks again",
+        "part_of_rows: off by one < -> <= (4)": PAST,
         "part_of_rows: off by one < -> + 1 < (8)": STEP,
         "part_of_rows: off by one < -> + 1 < (7)": STEP,
     },
