@@ -36,7 +36,7 @@ from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
-from mlx_moeflux.experts.io.read_pool import Arrival, BlockPool, ReadPool, SlotMemory
+from mlx_moeflux.experts.io.read_pool import Arrival, BlockPool, ReadPool, SlotMemory, complete
 from mlx_moeflux.experts.io.readers import Reader, largest_block, private_bytes
 from mlx_moeflux.experts.io.replicas import ReplicaPool, ReplicaReader
 from mlx_moeflux.kernels.runtime import device
@@ -293,18 +293,13 @@ class NativeFetch:
 
         An interrupt meanwhile is raised only after that.
         """
-        interrupt = None
-        while True:
-            try:
-                self.abandon()
-                self._wait()
-                if self._pool.uploads is not None:
-                    self._pool.uploads.finish()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        complete(self._drain)
+
+    def _drain(self) -> None:
+        self.abandon()
+        self._wait()
+        if self._pool.uploads is not None:
+            self._pool.uploads.finish()
 
     def arrivals(self) -> list[Arrival]:
         """Return the blocks that were read completely, in the order of `blocks`. Seconds of pieces

@@ -47,6 +47,20 @@ class HostSlots:
         self.addresses = [(device.address_of(view), nbytes) for view, nbytes in self.views]
 
 
+def complete(action: Callable[[], object]) -> None:
+    """Call `action`, which may be repeated, until no interrupt comes meanwhile; the last one is
+    raised after that."""
+    interrupt = None
+    while True:
+        try:
+            action()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 class BlockFetch(Protocol):
     """A batch of reads: blocks of one layer into their slots. The caller's thread alone uses it."""
 
@@ -243,18 +257,13 @@ class Fetch:
 
         An interrupt meanwhile is raised only after that.
         """
-        interrupt = None
-        while True:
-            try:
-                self.abandon()
-                self._wait_for(self._begun)
-                if self._uploads is not None:
-                    self._uploads.finish()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        complete(self._drain)
+
+    def _drain(self) -> None:
+        self.abandon()
+        self._wait_for(self._begun)
+        if self._uploads is not None:
+            self._uploads.finish()
 
     def arrivals(self) -> list[Arrival]:
         """Return the blocks that were read completely, in the order of `blocks`. Seconds of pieces

@@ -12,7 +12,7 @@ from time import perf_counter
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.io.decoding import Experts
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool, SlotMemory
+from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool, SlotMemory, complete
 from mlx_moeflux.experts.io.readers import Reader, fetched_bytes, make_reader, private_bytes
 from mlx_moeflux.experts.telemetry.stats import PlaceStats
 
@@ -227,18 +227,13 @@ class ReplicaFetch:
 
     def drain(self) -> None:
         """See :meth:`BlockFetch.drain`."""
-        interrupt = None
-        while True:
-            try:
-                self.abandon()
-                for _, fetch, _ in self._parts:
-                    fetch.drain()
-                self._end()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        complete(self._drain)
+
+    def _drain(self) -> None:
+        self.abandon()
+        for _, fetch, _ in self._parts:
+            fetch.drain()
+        self._end()
 
     def arrivals(self) -> list[Arrival]:
         """See :meth:`BlockFetch.arrivals`."""
