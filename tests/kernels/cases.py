@@ -59,6 +59,7 @@ def all_cases() -> dict[str, list[Case]]:
 
 # Why a case may find a mutation or not: the compiler decides what lies there.
 PAST = "past the end of a thread's array, where anything may lie"
+UNSET = "what is not set may be anything, and 0 too"
 
 
 def equivalent(file: str) -> dict[str, str]:

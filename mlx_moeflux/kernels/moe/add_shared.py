@@ -164,13 +164,13 @@ def add_shared_fused(
     """
     summed, scores, known = checked(residual, experts, gate, up, down, score)
     launch = _launch(known, most_threads(), apart_from)
-    if known.matrix.block:
-        kernel = _IN_BLOCKS.using(E=known.matrix.block)
-        return kernel(residual, summed, gate, up, scores, down.weight, **launch)[0]
     if isinstance(launch, tuple):
         product, rest = launch
         products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
         return _SUM(residual, summed, scores, products, **rest)[0]
+    if known.matrix.block:
+        kernel = _IN_BLOCKS.using(E=known.matrix.block)
+        return kernel(residual, summed, gate, up, scores, down.weight, **launch)[0]
     return _KERNEL(residual, summed, gate, up, scores, *arrays_of(down), **launch)[0]
 
 
