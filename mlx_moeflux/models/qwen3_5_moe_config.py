@@ -181,6 +181,15 @@ _PUBLISHED = Config(
 
 SHAPES = {
     "qwen3.5-35b-a3b": _PUBLISHED,
+    "qwen3.5-122b-a10b": replace(
+        _PUBLISHED,
+        hidden_size=3072,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        linear_num_value_heads=64,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+    ),
     "qwen3.5-397b-a17b": replace(
         _PUBLISHED,
         hidden_size=4096,

@@ -83,6 +83,7 @@ _PUBLISHED = Config(
     partial_rotary_factor=1.0,
     max_position_embeddings=40960,
     norm_topk_prob=True,
+    sliding_window=None,
 )
 
 SHAPES = {
@@ -95,7 +96,21 @@ SHAPES = {
         intermediate_size=12288,
         moe_intermediate_size=1536,
     ),
-    "qwen3-coder-30b-a3b": replace(_PUBLISHED, rope_theta=1e7, max_position_embeddings=262144),
+    "qwen3-coder-30b-a3b": replace(
+        _PUBLISHED, intermediate_size=5472, rope_theta=1e7, max_position_embeddings=262144
+    ),
+    "qwen3-coder-480b-a35b": replace(
+        _PUBLISHED,
+        hidden_size=6144,
+        num_hidden_layers=62,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        moe_intermediate_size=2560,
+        num_experts=160,
+        rope_theta=1e7,
+        max_position_embeddings=262144,
+    ),
     "qwen3-tiny": replace(
         _PUBLISHED,
         **TINY,

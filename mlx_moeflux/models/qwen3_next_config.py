@@ -47,6 +47,7 @@ _PUBLISHED = replace(
 
 SHAPES = {
     "qwen3-next-80b-a3b": _PUBLISHED,
+    "qwen3-coder-next": replace(_PUBLISHED, rope_theta=5e6),
     "qwen3-next-tiny": replace(
         _PUBLISHED,
         **TINY,

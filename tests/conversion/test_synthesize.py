@@ -75,9 +75,11 @@ def test_what_cannot_be_made(tmp_path):
 def test_published_sizes():
     for name, layers, block in (
         ("qwen3.5-35b-a3b", 40, 1_769_472),
+        ("qwen3.5-122b-a10b", 48, 5_308_416),
         ("qwen3.5-397b-a17b", 60, 7_077_888),
         ("qwen3-30b-a3b", 48, 2_654_208),
         ("qwen3-235b-a22b", 94, 10_616_832),
+        ("qwen3-coder-480b-a35b", 62, 26_542_080),
         ("deepseek-v3", 61, 24_772_608),
         ("kimi-k2", 61, 24_772_608),
         ("qwen3-next-80b-a3b", 48, 1_769_472),

@@ -50,6 +50,7 @@ def sizes_at(name: str, **options) -> Sizes:
 # Block, all routed experts, MoE layers; trunk and state are checked to a few per cent.
 SHAPES = {
     "qwen3.5-35b-a3b-4bit": (1_769_472, 18_119_393_280, 40, 1.4e9),
+    "qwen3.5-122b-a10b-4bit": (5_308_416, 65_229_815_808, 48, 3.48e9),
     "qwen3.5-397b-a17b-4bit": (7_077_888, 217_432_719_360, 60, 5.5e9),
     "qwen3-30b-a3b-4bit": (2_654_208, 16_307_453_952, 48, 0.87e9),
     "deepseek-v3-4bit": (24_772_608, 342.6 * 2**30, 58, 10e9),
@@ -96,6 +97,9 @@ def test_which_machines_hold_what():
     # 1.4 + 18.1 + 0.2 + 1 GB just fit in 0.65 of 32.
     assert [p.resident for p in verdicts["qwen3.5-35b-a3b-4bit"]] == [False, True, True, True]
     assert [p.resident for p in verdicts["qwen3-30b-a3b-4bit"]] == [False, True, True, True]
+    # 3.5 + 65.2 + 0.3 + 1 GB exceed 0.65 of 64 and fit in 0.65 of 128.
+    assert [p.resident for p in verdicts["qwen3.5-122b-a10b-4bit"]] == [False, False, False, True]
+    assert [p.fits for p in verdicts["qwen3.5-122b-a10b-4bit"]] == [True] * 4
     assert [p.fits for p in verdicts["qwen3.5-397b-a17b-4bit"]] == [True] * 4
     assert [p.fits for p in verdicts["deepseek-v3-4bit"]] == [False, False, True, True]
     assert "does not fit" in str(verdicts["deepseek-v3-4bit"][0])

@@ -3,9 +3,11 @@ filled, every shape fits, and the experts have the published bytes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.models import model_class
+from mlx_moeflux.models import config_class, model_class
+from mlx_moeflux.models.shapes import SHAPES
 from mlx_moeflux.models.weights import match_trunk
 
 PUBLISHED = Path(__file__).parents[1] / "published"
@@ -24,12 +27,16 @@ PUBLISHED = Path(__file__).parents[1] / "published"
 EXPERT_BYTES = {
     "qwen3.5-35b-a3b": 40 * 256 * 3 * 512 * 2048 * 2,
     "qwen3.5-35b-a3b-4bit": 18_119_393_280,
+    "qwen3.5-122b-a10b": 48 * 256 * 3 * 1024 * 3072 * 2,
+    "qwen3.5-122b-a10b-4bit": 48 * 256 * 5_308_416,
     "qwen3.5-397b-a17b": 60 * 512 * 3 * 1024 * 4096 * 2,
     "qwen3.5-397b-a17b-4bit": 217_432_719_360,
+    "qwen3.6-35b-a3b": 40 * 256 * 3 * 512 * 2048 * 2,
     "moeflux-35b-a3b": None,  # experts lie in files of their own
     "qwen3-30b-a3b": 48 * 128 * 3 * 768 * 2048 * 2,
     "qwen3-30b-a3b-4bit": 48 * 128 * 3 * 768 * 2048 * 9 // 16,
     "qwen3-coder-30b-a3b": 48 * 128 * 3 * 768 * 2048 * 2,
+    "qwen3-coder-480b-a35b": 62 * 160 * 3 * 2560 * 6144 * 2,
     "deepseek-v3": 58 * 256 * 3 * 2048 * 7168 * 2,  # decoded to bf16
     "deepseek-v3-4bit": 58 * 256 * 24_772_608,
     "cogito-v2-671b": 58 * 256 * 3 * 2048 * 7168 * 2,
@@ -39,6 +46,7 @@ EXPERT_BYTES = {
     "kimi-k2-4bit": 60 * 384 * 24_772_608,
     "qwen3-next-80b-a3b": 48 * 512 * 3 * 512 * 2048 * 2,
     "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
+    "qwen3-coder-next": 48 * 512 * 3 * 512 * 2048 * 2,
     "qwen3.8-flash-next": 48 * 512 * 3 * 640 * 2560 * 2,
     "qwen3.8-flash-next-4bit": 48 * 512 * 2_764_800,
     "gemma-4-26b-a4b": 30 * 128 * 3 * 704 * 2816 * 2,
@@ -50,6 +58,7 @@ EXPERT_BYTES = {
     "glm-4.7-flash": 46 * 64 * 3 * 1536 * 2048 * 2,
     "kimi-k2.5": 60 * 384 * 3 * 2048 * 7168 * 5 // 8,  # groups of 32
     "minimax-m2": 62 * 256 * 3 * 1536 * 3072 * 2,  # decoded to bf16
+    "minimax-m2.7": 62 * 256 * 3 * 1536 * 3072 * 2,
     "minimax-m2-4bit": 62 * 256 * 3 * 1536 * 3072 * 9 // 16,
     "qwen3-235b-a22b-4bit": 94 * 128 * 3 * 1536 * 4096 * 9 // 16,
 }
@@ -67,6 +76,12 @@ def expand(tensors: dict, kinds: list[str], experts: int) -> Iterator[TensorRef]
             for expert in range(experts) if "{e}" in pattern else [0]:
                 name = pattern.replace("{l}", str(layer)).replace("{e}", str(expert))
                 yield TensorRef(name, Path("published"), 0, dtype, tuple(shape))
+
+
+def config_of(name: str):
+    """The parsed config of a published checkpoint."""
+    config = json.loads((PUBLISHED / f"{name}.json").read_text())["config"]
+    return config_class(config["model_type"]).from_dict(config, file="config.json")
 
 
 def opened(name: str):
@@ -89,7 +104,7 @@ def opened(name: str):
     return model, in_our_form({ref.name: ref for ref in refs}), quantization
 
 
-# Beside Qwen3.5: layers of multi-token prediction, or images.
+# Beside Qwen3.5 and 3.6: layers of multi-token prediction, or images.
 DROPPING = (
     "deepseek-v3",
     "qwen3.8-flash-next",
@@ -103,10 +118,12 @@ DROPPING = (
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
 # Many tensors, named as others are.
 LONG = ("qwen3-235b-a22b-4bit", "qwen3.5-397b-a17b", "cogito-v2-671b-4bit", "kimi-k2-4bit")
+LONG += ("qwen3.5-122b-a10b-4bit",)
 ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
 # Tens of thousands of tensors, one for each expert, as qwen3-30b-a3b and, in 8-bit floats,
 # deepseek-v3 have; the rest of their families is in glm-4.7-flash, minimax-m2-4bit and others.
 MANY = ("qwen3-coder-30b-a3b", "qwen3-next-80b-a3b", "glm-4.6", "minimax-m2")
+MANY += ("qwen3-coder-480b-a35b", "qwen3-coder-next", "minimax-m2.7")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +149,7 @@ def test_both_sides_come_out_empty(name):
     hashes = r"\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$"
     dropped = [n for n in left if not re.search(rf"\.(experts|switch_mlp)\.|{hashes}", n)]
     assert all(n.startswith(unread) for n in dropped)
-    assert bool(dropped) == (name.startswith("qwen3.5") or name in DROPPING)
+    assert bool(dropped) == (name.startswith(("qwen3.5", "qwen3.6")) or name in DROPPING)
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
     assert set(layouts) == set(model.moe_blocks())
     total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts
@@ -171,6 +188,23 @@ def test_one_tensor_more_or_less_is_noticed(name):
     mapped = map_tensors(tensors, model.config.name_rules())
     with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
         match_trunk(model, mapped, quantization, directory=Path(name))
+
+
+@pytest.mark.parametrize("name", [n for n in EXPERT_BYTES if n.removesuffix("-4bit") in SHAPES])
+def test_shapes_are_those_of_the_published_configs(name):
+    assert config_of(name).published() == SHAPES[name.removesuffix("-4bit")].published()
+
+
+def test_a_config_is_the_published_file():
+    config = json.loads((PUBLISHED / "qwen3.6-35b-a3b.json").read_text())["config"]
+    digest = hashlib.sha256(json.dumps(config, indent=4).encode()).hexdigest()
+    assert digest == "93a4693fa9d8392fbfccd4b3c9873f4bfdcb14fdede978b123d07d19675efe99"
+
+
+def test_releases_of_the_same_architecture():
+    assert config_of("qwen3.6-35b-a3b") == config_of("qwen3.5-35b-a3b")
+    longer = replace(config_of("minimax-m2"), max_position_embeddings=204_800)
+    assert config_of("minimax-m2.7") == longer
 
 
 def test_the_router_has_its_own_bits_or_not():

@@ -9,7 +9,6 @@ import pytest
 
 from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.models import config_class
-from tests.models.test_published import PUBLISHED
 from tests.models.twins import GOLDEN
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -57,30 +56,3 @@ def test_one_line_says_what_is_wrong(case, wrong, message):
         kind.from_dict(config | wrong, file="config.json")
     assert str(error.value).startswith("config.json: ")
     assert message in str(error.value)
-
-
-def test_qwen3_6_is_qwen3_5s_config_and_tensors():
-    """The published config of Qwen3.6-35B-A3B: the model_type of Qwen3.5, some keys more."""
-    data = json.loads((PUBLISHED / "qwen3.5-35b-a3b.json").read_text())["config"]
-    text = data["text_config"] | {
-        "attn_output_gate": True,
-        "dtype": "bfloat16",
-        "mamba_ssm_dtype": "float32",
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-        "mlp_only_layers": [],
-        "partial_rotary_factor": 0.25,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "rope_type": "default",
-            "rope_theta": 10000000,
-            "partial_rotary_factor": 0.25,
-        },
-    }
-    config = data | {"text_config": text, "language_model_only": False}
-    kind = config_class("qwen3_5_moe")
-    parsed = kind.from_dict(config, file="config.json")
-    assert parsed == kind.from_dict(data, file="config.json")
-    assert (parsed.num_experts, parsed.rotary_dims, parsed.rope_theta) == (256, 64, 1e7)
-    assert sum(not parsed.is_linear(i) for i in range(parsed.num_hidden_layers)) == 10
