@@ -32,6 +32,7 @@ class Attention(Module):
     scale: Factor of the scores; None for the head size to the power of -1/2.
     shares_values: ``k_proj`` gives the values too, before the keys' norm; there is no ``v_proj``.
     value_norm: RMS norm of each head of the values, without a weight.
+    head_gate: A projection ``g_proj`` gives a number a head, whose softplus scales its output.
     residual: x is added to the attention of norm(x).
 
     Shapes:
@@ -52,6 +53,7 @@ class Attention(Module):
         scale: float | None = None,
         shares_values: bool = False,
         value_norm: bool = False,
+        head_gate: bool = False,
         residual: bool = True,
     ):
         super().__init__()
@@ -64,6 +66,8 @@ class Attention(Module):
         self.k_proj = Linear(C, Hkv * Dh, bias=bias)
         if not shares_values:
             self.v_proj = Linear(C, Hkv * Dh, bias=bias)
+        if head_gate:
+            self.g_proj = Linear(C, Hq, bias=False)
         self.o_proj = Linear(Hq * Dh, C, bias=bias if output_bias is None else output_bias)
         if qk_norm is not None:
             heads = (1, 1) if qk_norm == "head" else (Hq, Hkv)
@@ -86,7 +90,7 @@ class Attention(Module):
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         weights = weights_of(*self.stacks()[0])
         q, k, *own = project_normed(kernels, x, weights, norm)
-        v = own[0] if own else k
+        v = own[0] if "v_proj" in self else k
         if self.qk_norm == "all heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q = device.reshape(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
@@ -121,7 +125,10 @@ class Attention(Module):
         if self.window is not None:
             options |= cache.windowed(T, self.window)
         y = self.attend(x, q, k, v, cache, options)
-        y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
+        y = y.swapaxes(1, 2)
+        if "g_proj" in self:
+            y = y * nn.softplus(own[-1].astype(mx.float32)).astype(y.dtype).reshape(B, T, Hq, 1)
+        y = y.reshape(B, T, Hq * Dh)
         residual = x if self.residual and norm is not None else None
         return kernels.project(y, weights_of(self.o_proj), residual=residual)[0]
 
@@ -150,5 +157,5 @@ class Attention(Module):
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""
-        values = (self.v_proj,) if "v_proj" in self else ()
-        return [(self.q_proj, self.k_proj, *values)]
+        others = (self[name] for name in ("v_proj", "g_proj") if name in self)
+        return [(self.q_proj, self.k_proj, *others)]
