@@ -18,7 +18,8 @@ from mlx_moeflux.mlx_lm_plugin import register_cache_classes
 from mlx_moeflux.models.shapes import SHAPES
 
 # Their parts are those of other shapes here.
-ALIKE = ("glm-flash-tiny", "glm-tiny", "kimi-k2.5-tiny", "minimax-tiny", "qwen3-tiny")
+ALIKE = ("glm-flash-tiny", "glm-tiny", "kimi-k2.5-tiny", "laguna-tiny", "minimax-tiny")
+ALIKE += ("qwen3-tiny",)
 TINY = [
     pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name
     for name in sorted(SHAPES)

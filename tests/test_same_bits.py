@@ -37,6 +37,7 @@ FAMILIES = {
     "minimax": ("minimax-tiny", None),
     "gpt-oss": ("gpt-oss-tiny", None),
     "gemma": ("gemma-4-tiny", "gemma4_vision"),
+    "laguna": ("laguna-tiny", None),
 }
 SCALES = {"4 bits, bf16": mx.bfloat16, "4 bits, f16": mx.float16, "4 bits, f32": mx.float32}
 EXPERTS = ("floats", *SCALES, "mxfp4")

@@ -33,6 +33,7 @@ MODEL_TYPES = {
     "qwen4_exp_text": "qwen4_exp",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
+    "laguna": "laguna",
 }
 
 

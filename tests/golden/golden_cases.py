@@ -565,4 +565,28 @@ CASES = {
         gain=1.5,
         leniency=0.2,
     ),
+    # Laguna's shape of things: a dense layer without a window, then windows with more heads and a
+    # rope of their own; YaRN on half a head's dimensions. Names as the originals have them.
+    "laguna_heads": Case(
+        "laguna",
+        {"vocab_size": 91, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 7}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "sliding_window": 7}
+        | {"shared_expert_intermediate_size": 64, "moe_routed_scaling_factor": 2.5}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"num_attention_heads_per_layer": [4, 6, 4], "max_position_embeddings": 256}
+        | {
+            "rope_parameters": {
+                "full_attention": yarn(rope_type="yarn", factor=8.0, partial_rotary_factor=0.5),
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 2e3,
+                    "partial_rotary_factor": 1.0,
+                },
+            }
+        },
+        length=37,
+        bias=(0.4, 0.3),
+        leniency=0.3,
+    ),
 }

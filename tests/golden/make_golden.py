@@ -178,9 +178,13 @@ def to_float64(model: torch.nn.Module) -> None:
     with all_float64():
         rotary = text.rotary_emb
         if isinstance(rotary.rope_type, dict):
-            for kind, compute in rotary.rope_init_fns.items():
-                own = rotary.config.per_layer_config[kind]
-                found = compute(own, torch.device("cpu"), layer_type=kind)[0]
+            for kind, name in rotary.rope_type.items():
+                config, compute = rotary.config, rotary.compute_default_rope_parameters
+                if hasattr(rotary, "rope_init_fns"):  # Gemma-4's
+                    config, compute = config.per_layer_config[kind], rotary.rope_init_fns[kind]
+                elif name != "default":
+                    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[name]
+                found = compute(config, torch.device("cpu"), layer_type=kind)[0]
                 assert found.dtype == torch.float64
                 setattr(rotary, f"{kind}_inv_freq", found)
             return
@@ -220,8 +224,9 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
             return gap(outputs[0], module.config.top_k_experts)
         if not hasattr(module, "num_group"):
             # MiniMax-M2 passes its bias to the router.
-            biased = len(inputs) > 1
-            scores = outputs[0].sigmoid() + inputs[1] if biased else outputs[0].softmax(-1)
+            bias = getattr(module, "e_score_correction_bias", (*inputs, None)[1])
+            biased = bias is not None
+            scores = outputs[0].sigmoid() + bias if biased else outputs[0].softmax(-1)
             return gap(scores, module.top_k)
         scores = outputs[0].sigmoid() + module.e_score_correction_bias
         groups = scores.view(len(scores), module.num_group, -1)

@@ -53,6 +53,8 @@ EXPERT_BYTES = {
     "gemma-4-26b-a4b-4bit": 30 * 128 * 3_345_408,
     "glm-4.6": 89 * 160 * 3 * 1536 * 5120 * 2,
     "glm-4.5-air-4bit": 45 * 128 * 3 * 1408 * 4096 * 9 // 16,
+    "laguna-xs.2-4bit": 39 * 256 * 1_769_472,
+    "laguna-s-2.1-4bit": 47 * 256 * 5_308_416,
     "gpt-oss-120b": 36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2),  # MXFP4, biases
     "gpt-oss-20b-mxfp4-q8": 24 * 32 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2),
     "glm-4.7-flash": 46 * 64 * 3 * 1536 * 2048 * 2,
@@ -71,7 +73,7 @@ def expand(tensors: dict, kinds: list[str], experts: int) -> Iterator[TensorRef]
         for one in (of if isinstance(of[0], list) else [of])
     )
     for pattern, (kind, dtype, shape) in every:
-        layers = [i for i, own in enumerate(kinds) if kind == "all" or own.startswith(kind)]
+        layers = [i for i, own in enumerate(kinds) if kind == "all" or f" {kind}" in f" {own}"]
         for layer in layers if "{l}" in pattern else [0]:
             for expert in range(experts) if "{e}" in pattern else [0]:
                 name = pattern.replace("{l}", str(layer)).replace("{e}", str(expert))
@@ -96,7 +98,9 @@ def opened(name: str):
         kinds = ["linear_attention" if one else "full_attention" for one in linear]
     if hasattr(model.config, "of_layer"):
         windows = [model.config.window(i) for i in range(len(model.layers))]
-        kinds = ["sliding_attention" if one else "full_attention" for one in windows]
+        kinds = [
+            f"{'sliding' if one else 'full'} {mlp}" for one, mlp in zip(windows, kinds, strict=True)
+        ]
     refs = expand(data["tensors"], kinds, model.config.num_experts)
     quantization = Quantization.from_config(config).renamed(
         lambda path: model.config.name_rules().canonical(f"{path}.")[:-1]
@@ -118,7 +122,7 @@ DROPPING = (
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
 # Many tensors, named as others are.
 LONG = ("qwen3-235b-a22b-4bit", "qwen3.5-397b-a17b", "cogito-v2-671b-4bit", "kimi-k2-4bit")
-LONG += ("qwen3.5-122b-a10b-4bit",)
+LONG += ("qwen3.5-122b-a10b-4bit", "laguna-s-2.1-4bit")
 ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
 # Tens of thousands of tensors, one for each expert, as qwen3-30b-a3b and, in 8-bit floats,
 # deepseek-v3 have; the rest of their families is in glm-4.7-flash, minimax-m2-4bit and others.

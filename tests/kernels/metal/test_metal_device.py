@@ -32,6 +32,7 @@ SHAPES = {
     "qwen3-next-tiny": {"full_attention_interval": 2},
     "gpt-oss-tiny": {"sliding_window": 8},
     "gemma-4-tiny": {"sliding_window": 8},
+    "laguna-tiny": {"sliding_window": 8},
     "qwen4-exp-tiny": {"full_attention_interval": 2, "ple_layer_ids": (1,)},
 }
 ATTENTION = {"project", "norm_rope", "sdpa", "append_row"}
@@ -49,6 +50,7 @@ RUNS = {
     "gpt-oss-tiny streamed": ("50%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
     "gemma-4-tiny": ("100%", ATTENTION | {"softmax_top_k", "expert_mix"}),
     "gemma-4-tiny streamed": ("50%", ATTENTION | {"softmax_top_k", "expert_mix"}),
+    "laguna-tiny": ("100%", ATTENTION | {"sigmoid_top_k", "expert_mix", "add_shared"}),
     "qwen4-exp-tiny": ("100%", ATTENTION | STREAMED | {"delta_mixer", "read_streams"}),
 }
 
