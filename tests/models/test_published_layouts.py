@@ -119,6 +119,7 @@ def blocks(tensors: Tensors) -> tuple[Tensors, dict]:
 LAYOUTS = {
     "glm-tiny": one_by_one,
     "glm-flash-tiny": one_by_one,
+    "laguna-tiny": one_by_one,
     "minimax-tiny": fp8,
     "kimi-k2.5-tiny": int4,
     "gpt-oss-tiny": blocks,
