@@ -312,6 +312,14 @@ class BlocksLinear(Module):
     def __call__(self, x: mx.array) -> mx.array:
         return weights_of(self)[0].matmul(x)
 
+    def to_lora(self, **options: Any) -> nn.Module:
+        """Return an adapter of this layer, for mlx-lm. options: r, scale and dropout."""
+        from mlx_lm.tuner.lora import LoRALinear
+
+        adapter: Any = LoRALinear(self.width, self.weight.shape[0], **options)
+        adapter.linear = self
+        return adapter
+
 
 @dataclass(frozen=True)
 class Applied:

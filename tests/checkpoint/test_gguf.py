@@ -13,8 +13,10 @@ from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4
 from mlx_moeflux.checkpoint.formats import gguf as ours
@@ -267,6 +269,24 @@ def test_the_trunk_keeps_blocks_on_gpus(tmp_path, as_on_a_gpu, capsys, case):
         assert layer.mode == tensor.tensor_type.name.lower()
         assert np.array_equal(np.array(layer.weight), tensor.data)
     assert np.array_equal(logits(path, expert_memory="80%", expert_threads=1), resident)
+
+
+def test_adapters_of_a_trunk_in_blocks_learn(tmp_path, as_on_a_gpu):
+    tuner = pytest.importorskip("mlx_lm.tuner.utils")
+    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
+    with load_model(path) as model:
+        before = np.array(model(TOKENS[:, :5]))
+        model.freeze()
+        config = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+        tuner.linear_to_lora_layers(model, gguf_files.L, config)
+        assert np.array_equal(np.array(model(TOKENS[:, :5])), before)
+        model.train()
+        loss = nn.value_and_grad(model, lambda model: model(TOKENS[:, :5]).square().mean())
+        _, gradients = loss(model)
+    found = {n: np.abs(np.array(g)).max() for n, g in tree_flatten(gradients)}
+    learning = [value for name, value in found.items() if name.endswith("lora_b")]
+    assert len(learning) == gguf_files.L
+    assert all(0 < value < np.inf for value in learning)
 
 
 @pytest.mark.slow  # g++ compiles the kernels of a model
