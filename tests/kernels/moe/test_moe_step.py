@@ -285,9 +285,6 @@ EQUIVALENT = {
         "moe_step_finish_all_blocks: swapped parameters 3 and 4 of block_products (2)": (
             "slot 0 begins at 0, and any form but two is SWIGLU"
         ),
-        "moe_step_inner_blocks: swapped parameters 7 and 8 of block_inner": (
-            "Metal has no tiny floats, and nothing reads an alpha without a limit"
-        ),
         "shared_products: off by one < -> + 1 <": UNSET,
         "shared_products: off by one < -> + 1 < (3)": "whole steps",
     }
