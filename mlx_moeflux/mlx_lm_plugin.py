@@ -16,7 +16,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cache import ENTRIES, AttentionCache, IndexedCache, LatentCache
+from mlx_moeflux.cache import (
+    ENTRIES,
+    AttentionCache,
+    IndexedCache,
+    IndexedLatentCache,
+    LatentCache,
+)
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import UnsupportedError
@@ -97,7 +103,10 @@ def register_cache_classes() -> None:
     packed = (
         quantized(kind, bits=bits, group_size=size, dtype=dtype)
         for kind, bits, size, dtype in product(
-            (AttentionCache, LatentCache, IndexedCache), KV_BITS, GROUP_SIZES, FLOATS
+            (AttentionCache, LatentCache, IndexedCache, IndexedLatentCache),
+            KV_BITS,
+            GROUP_SIZES,
+            FLOATS,
         )
     )
     for entry in (*ENTRIES.values(), *packed):

@@ -128,6 +128,7 @@ ATTENTION = EntryKind("attention", (Field("keys", grows=True), Field("values", g
 # Keys are the latents, values the rotary keys, which all heads share.
 LATENT = EntryKind("latent", ATTENTION.fields, ATTENTION.step)
 INDEXED = EntryKind("indexed", (*ATTENTION.fields, Field("index_keys", grows=True)), ATTENTION.step)
+INDEXED_LATENT = EntryKind("indexed latent", INDEXED.fields, INDEXED.step)
 RECURRENT = EntryKind("recurrent", (Field("conv"), Field("delta", dtype="F32")))
 # The inputs of a second convolution, and the last tokens.
 NGRAMS = EntryKind(

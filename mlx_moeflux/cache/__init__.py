@@ -8,12 +8,21 @@ entries, with snapshots, checkpoints and files.
 
 from mlx_moeflux.cache.base import BaseCache, Mark, check_positions, transaction
 from mlx_moeflux.cache.delta import RecurrentCache
-from mlx_moeflux.cache.kv import AttentionCache, IndexedCache, KVCache, LatentCache
+from mlx_moeflux.cache.kv import (
+    AttentionCache,
+    IndexedCache,
+    IndexedLatentCache,
+    KVCache,
+    LatentCache,
+)
 from mlx_moeflux.cache.ngrams import NgramCache
 from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot
 from mlx_moeflux.cache.state.spec import StateSpec
 
-_CLASSES = (AttentionCache, LatentCache, IndexedCache, RecurrentCache, NgramCache)
+_CLASSES = (
+    *(AttentionCache, LatentCache, IndexedCache, IndexedLatentCache, RecurrentCache),
+    NgramCache,
+)
 ENTRIES = {entry.declared.name: entry for entry in _CLASSES}
 """Class of the entries of each declared kind."""
 
@@ -22,6 +31,7 @@ __all__ = [
     "AttentionCache",
     "BaseCache",
     "IndexedCache",
+    "IndexedLatentCache",
     "KVCache",
     "LatentCache",
     "Mark",

@@ -25,6 +25,7 @@ from mlx_moeflux.errors import CacheError, UnsupportedError
 from mlx_moeflux.state_arrays import (
     ATTENTION,
     INDEXED,
+    INDEXED_LATENT,
     LATENT,
     ROW_AXIS,
     WORD,
@@ -405,6 +406,56 @@ class LatentCache(AttentionCache):
     rotary keys [B, 1, capacity, Dr] that all heads share."""
 
     declared, kind = LATENT, LATENT.name
+    chosen: ChosenPositions | None = None
+    """What the layers of a sequence's state share in a call; a model with such layers sets it."""
+
+
+class IndexedLatentCache(LatentCache):
+    """Cache of latent attention with an indexer: ``index_keys`` [B, 1, capacity, Di] beside
+    latents and rotary keys, rotated."""
+
+    declared, kind = INDEXED_LATENT, INDEXED_LATENT.name
+    budget: int | None = None
+    """Positions that a token sees at most; the layer sets it."""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Return True if the next token of every sequence sees everything."""
+        known = self.budget is not None and not self.packs
+        return known and self.columns < self.first_column + self.budget
+
+    def _join(self, parts: list[AttentionCache]) -> None:
+        super()._join(parts)
+        known = (part.budget for part in parts if isinstance(part, IndexedLatentCache))
+        self.budget = next(known, None)
+
+    def extract(self, i: int) -> IndexedLatentCache:
+        """See :meth:`AttentionCache.extract`."""
+        single: Any = super().extract(i)
+        single.budget = self.budget
+        return single
+
+
+class ChosenPositions:
+    """Positions that the indexer of one layer chose, for the layers behind it that have none.
+
+    Each part of a layer's input has its own, int32 ``[B, T, k]``, under the column of its first
+    token.
+    """
+
+    def __init__(self) -> None:
+        self._layer: Any = None
+        self._parts: dict[int, mx.array] = {}
+
+    def put(self, layer: Any, column: int, positions: mx.array) -> None:
+        """Keep those of a part; another layer's are forgotten."""
+        if layer is not self._layer:
+            self._layer, self._parts = layer, {}
+        self._parts[column] = positions
+
+    def take(self, column: int, *, last: bool) -> mx.array:
+        """Return those of a part. last: Nothing needs them afterwards."""
+        return self._parts.pop(column) if last else self._parts[column]
 
 
 class BlockMaker(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import IndexedCache, SequenceState, transaction
+from mlx_moeflux.cache import SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.checks import check_integer, check_number
@@ -62,7 +62,7 @@ class Batch:
         if self.pool is not None:
             specs = model.state_spec().entries
             for i, (entry, spec) in enumerate(zip(model.make_cache(), specs, strict=True)):
-                if isinstance(entry, IndexedCache):
+                if "index_keys" in spec.arrays:
                     raise UnsupportedError(
                         "a KV pool holds no index keys, and this model's attention has an indexer; "
                         "leave kv_pool_bytes out."

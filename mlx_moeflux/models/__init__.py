@@ -34,6 +34,8 @@ MODEL_TYPES = {
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "laguna": "laguna",
+    "deepseek_v32": "deepseek_v32",
+    "glm_moe_dsa": "glm_moe_dsa",
 }
 
 

@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx_moeflux.cache import (
     AttentionCache,
     IndexedCache,
+    IndexedLatentCache,
     KVCache,
     LatentCache,
     NgramCache,
@@ -171,6 +172,24 @@ class _Indexed(_Attention):
         )
 
 
+class _IndexedLatent(_Attention):
+    """Traced stand-in of an entry of latent attention with an indexer whose token sees
+    everything."""
+
+    @property
+    def newest(self) -> tuple[mx.array, ...]:
+        return self._tail[:2]
+
+    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
+        new = kernels.append_row(self._tail[:2], *rows[:2], position=self._columns)
+        return self.appended(new, rows[2])
+
+    def appended(self, tail: tuple[mx.array, ...], *rows: mx.array) -> dict[str, Any]:
+        own = (mx.arange(TAIL_ROWS) == self._columns % TAIL_ROWS)[:, None]
+        index_keys = mx.where(own, rows[0], self._tail[2])
+        return super().appended((*tail, index_keys)) | {"tail": tuple(tail)}
+
+
 class _Ngrams(_Recurrent):
     """Traced stand-in of an entry with rows of n-grams, which a step is given."""
 
@@ -189,6 +208,7 @@ KINDS = {
     KVCache: _Attention,
     LatentCache: _Attention,
     IndexedCache: _Indexed,
+    IndexedLatentCache: _IndexedLatent,
     NgramCache: _Ngrams,
     PagedCache: _PagedAttention,
     RecurrentCache: functools.partial(_Recurrent, RecurrentCache),

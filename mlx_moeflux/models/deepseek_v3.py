@@ -49,8 +49,11 @@ class Model(DecoderModel):
             mlp = self.moe_block(layer, SigmoidMoeBlock, shared_intermediate_size=shared)
         else:
             mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
-        attention = LatentAttention(config, kernels)
-        return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
+        return DecoderLayer(config, mixer=("self_attn", self.make_attention(layer)), mlp=mlp)
+
+    def make_attention(self, layer: int) -> LatentAttention:
+        """Build the attention of layer number `layer`."""
+        return LatentAttention(self.config, self._kernels)
 
     def fit_names(self, names: Iterable[str]) -> None:
         """See :meth:`DecoderModel.fit_names`; chooses attention with split heads."""

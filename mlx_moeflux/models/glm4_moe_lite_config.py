@@ -46,13 +46,13 @@ class Config(deepseek_v3_config.Config):
         """
         kinds = config.get("mlp_layer_types")
         if kinds is not None:
-            config = config | {"first_k_dense_replace": _dense_layers(kinds, config, file)}
+            config = config | {"first_k_dense_replace": dense_layers(kinds, config, file)}
         found = rope_parameters(config, file, ("partial_rotary_factor",))
         only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
         return super().from_dict(config, file=file, strict=strict)
 
 
-def _dense_layers(kinds: Any, config: dict[str, Any], file: Path | str) -> int:
+def dense_layers(kinds: Any, config: dict[str, Any], file: Path | str) -> int:
     """Return the number of dense layers, which come first in the list `kinds`."""
     if not isinstance(kinds, list) or len(kinds) != config.get("num_hidden_layers"):
         raise ConfigError(f"{file}: 'mlp_layer_types' must list 'num_hidden_layers' layers.")

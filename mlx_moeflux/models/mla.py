@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,6 +48,20 @@ class HeadLinear(Module):
         """Return the current parameters."""
         scales, biases = self.get("scales"), self.get("biases")
         return HeadMatrices(self.weight, scales, biases, self._spec, 0, self.weight.shape[1])
+
+
+class Queries(NamedTuple):
+    """Queries of T tokens: each head's ``whole [B, T, H, Dn + Dr]`` as projected, its rotated part
+    ``rotary [B, H, T, Dr]``, and, of the absorbed form, ``latent [B, H, T, R]``."""
+
+    whole: mx.array
+    rotary: mx.array
+    latent: mx.array | None
+
+    def of(self, which: slice) -> Queries:
+        """Return those of some of the tokens."""
+        latent = None if self.latent is None else self.latent[:, :, which]
+        return Queries(self.whole[:, which], self.rotary[:, :, which], latent)
 
 
 class LatentAttention(Module):
@@ -107,43 +121,59 @@ class LatentAttention(Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         H, Dv = config.num_attention_heads, config.v_head_dim
-        q, kv = self._project_inputs(x, norm)
-        q = q.reshape(B, T, H, -1)
+        q, kv, *others = self._project_inputs(x, norm)
+        q, offset = q.reshape(B, T, H, -1), cache.positions(T)
         inputs = {
             "norm": self.kv_a_layernorm.weight,
             "eps": INNER_EPS,
             "frequencies": self._frequencies,
-            "offset": cache.positions(T),
+            "offset": offset,
             "factor": config.rope.attention_factor,
             "interleaved": config.rope_interleave,
         }
-        keys, values = self._matrices()
+        keys, _ = self._matrices()
         transposed, absorbs, q_latent = "embed_q" not in self, self.absorbs(T), None
-        newest = cache.newest
+        index, newest = self.index(others, offset), cache.newest
+        rows = () if index is None else (index.keys,)
         if newest is not None and T == 1:
             inputs |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
             q_latent, q_rope, newest = kernels.latent_step(q, kv, newest, keys, **inputs)
             stand_in: Any = cache
-            options = stand_in.appended(newest)
+            options = stand_in.appended(newest, *rows)
         else:
             q_nope, q_rope, latent, key_rope = kernels.latent_prepare(q, kv, **inputs, nope=absorbs)
-            options = cache.append(kernels, latent, key_rope)
-        buffers = options.pop("k"), options.pop("v")
-        options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
-        if absorbs:
-            if q_latent is None:
+            options = cache.append(kernels, latent, key_rope, *rows)
+            if absorbs:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
-            product, attention = kernels.head_product, kernels.latent_attention
-            if T == 1 and not (product.chosen_by_name or attention.chosen_by_name):
-                # The sum computes this product too, which a given callable need not know.
-                options["values"] = values
-            y = kernels.latent_attention(q_latent, q_rope, *buffers, **options)
-            if "values" not in options:
-                y = kernels.head_product(y, values)
-        else:
-            y = kernels.latent_prefill(q, q_rope, *buffers, expand=self._expand, **options)
+        options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
+        y = self.attend(Queries(q, q_rope, q_latent), index, cache, options)
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
         return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
+
+    def index(self, projected: Sequence[mx.array], offset: int | mx.array) -> Any:
+        """Return what chooses the positions that the tokens see, with ``keys`` of its own for the
+        cache, or None. projected: What :meth:`_project_inputs` returns beside queries and latents.
+        offset: Position of the first token, or one for each sequence."""
+        return None
+
+    def attend(
+        self, queries: Queries, index: Any, cache: LatentCache, options: dict[str, Any]
+    ) -> mx.array:
+        """Return the values ``[B, H, T, Dv]`` of the last T rows. index: What :meth:`index`
+        returned. options: Buffers of the cache, and arguments of the operation."""
+        return self.weighted(queries, **options)
+
+    def weighted(self, queries: Queries, *, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        """Return the weighted values ``[B, H, T, Dv]`` of latents k and rotary keys v."""
+        kernels, (_, values) = self._kernels, self._matrices()
+        q, rotary, latent = queries
+        if latent is None:
+            return kernels.latent_prefill(q, rotary, k, v, expand=self._expand, **options)
+        product, attention = kernels.head_product, kernels.latent_attention
+        if q.shape[1] == 1 and not (product.chosen_by_name or attention.chosen_by_name):
+            # The sum computes this product too, which a given callable need not know.
+            return attention(latent, rotary, k, v, values=values, **options)
+        return product(attention(latent, rotary, k, v, **options), values)
 
     def absorbs(self, T: int) -> bool:
         """Return True if attention of T queries costs less on latents than on keys and values
@@ -152,8 +182,9 @@ class LatentAttention(Module):
         R, Dn, Dv = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
         return T * (2 * R - Dn - Dv) <= (Dn + Dv) * R
 
-    def _project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
-        """Return queries ``[B, T, H (Dn + Dr)]``, and latent with rotary key ``[B, T, R + Dr]``."""
+    def _project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+        """Return queries ``[B, T, H (Dn + Dr)]``, latent with rotary key ``[B, T, R + Dr]``, and
+        what a subclass adds."""
         kernels, low = self._kernels, self.config.q_lora_rank is not None
         weights = weights_of(self.q_a_proj if low else self.q_proj, self.kv_a_proj_with_mqa)
         q, kv = project_normed(kernels, x, weights, norm)

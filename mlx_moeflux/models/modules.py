@@ -103,6 +103,10 @@ class RMSNorm(Module, nn.RMSNorm):
     """``nn.RMSNorm`` that counts edits."""
 
 
+class LayerNorm(Module, nn.LayerNorm):
+    """``nn.LayerNorm`` that counts edits."""
+
+
 class QuantizedLinear(Module, nn.QuantizedLinear):
     """``nn.QuantizedLinear`` that counts edits."""
 

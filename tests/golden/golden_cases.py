@@ -478,6 +478,55 @@ CASES = {
         dropped=("rope_parameters", "mlp_layer_types"),
         leniency=0.5,
     ),
+    # DeepSeek-V3.2's shape of things, with a budget of 8 positions. Every input width is a multiple
+    # of 64, so that this one can be quantised in any way.
+    "deepseek_v32_yarn40": Case(
+        "deepseek_v32",
+        {"vocab_size": 81, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 64}
+        | {"kv_lora_rank": 64, "v_head_dim": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16}
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 64, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        | {"max_position_embeddings": 1280}
+        | {"index_topk": 8, "index_n_heads": 8, "index_head_dim": 64}
+        | {"rope_parameters": yarn(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.8)},
+        length=39,
+        bias=(-0.4, 0.3),
+        extra=prediction_layer,
+        written={
+            "rope_scaling": {k: v for k, v in yarn().items() if k != "rope_theta"}
+            | {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.8},
+            "rope_theta": 10000,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        dropped=("rope_parameters", "mlp_layer_types", "layer_types"),
+        leniency=0.3,
+    ),
+    # GLM-5.2's shape of things: two layers share the indexer of the second one.
+    "glm_moe_dsa_shared": Case(
+        "glm_moe_dsa",
+        {"vocab_size": 71, "hidden_size": 40, "num_hidden_layers": 5, "intermediate_size": 56}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24}
+        | {"kv_lora_rank": 28, "v_head_dim": 24, "qk_nope_head_dim": 18, "qk_rope_head_dim": 8}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"max_position_embeddings": 512, "first_k_dense_replace": 2}
+        | {"index_topk": 6, "index_n_heads": 10, "index_head_dim": 20}
+        | {"indexer_types": ["full", "full", "shared", "shared", "full"]}
+        | plain_rope({"rope_theta": 1e6}),
+        length=31,
+        bias=(0.4, 0.3),
+        written={
+            "index_topk_freq": 3,
+            "index_skip_topk_offset": 2,
+            "indexer_rope_interleave": True,
+            "num_nextn_predict_layers": 0,
+            "topk_method": "noaux_tc",
+        },
+        leniency=0.2,
+    ),
     # gpt-oss: YaRN on all dimensions, windows in layers 0 and 2, activations beyond the clamp.
     "gpt_oss_sinks": Case(
         "gpt_oss",

@@ -244,17 +244,21 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
 
     topk = torch.Tensor.topk
 
-    def look_at_blocks(scores, k, dim=-1):
-        """An indexer's choice of blocks for a query."""
+    def look_at_indexers(scores, k, dim=-1):
+        """An indexer's choice of blocks for a query, or of positions for all queries."""
         if scores.ndim == 1:
             gap(scores[None] / scores.max().clamp_min(1e-9), k)
+        for row in scores.flatten(0, 1) if scores.ndim == 3 else ():
+            seen = row[row > -1e30]
+            if len(seen) > k:
+                gap(seen[None] / seen.abs().max(), k)
         return topk(scores, k, dim=dim)
 
     names = ("topkrouter", "textrouter")
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith(names)]
     assert routers
     hooks = [router.register_forward_hook(look) for router in routers]
-    torch.Tensor.topk = look_at_blocks
+    torch.Tensor.topk = look_at_indexers
     logits(model, tokens)
     torch.Tensor.topk = topk
     for hook in hooks:

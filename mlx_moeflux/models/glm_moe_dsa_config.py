@@ -1,0 +1,154 @@
+"""config.json of GLM-5: DeepSeek-V3.2's keys with other defaults, and which layers have an indexer.
+No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from mlx_moeflux.checkpoint.config import only
+from mlx_moeflux.checkpoint.names import NameRules
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models import deepseek_v32_config
+from mlx_moeflux.models.deepseek_v32_config import count_of
+from mlx_moeflux.models.rope import Rope, rope_parameters
+
+FULL, SHARED = "full", "shared"
+_LETTERS = {"F": FULL, "S": SHARED}
+_EVERY, _OFFSET = "index_topk_freq", "index_skip_topk_offset"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(deepseek_v32_config.Config):
+    """The keys of config.json that this architecture uses.
+
+    indexer_types: For each layer, ``full`` if it has an indexer, ``shared`` if it takes what the
+    last layer with one chose; empty: all have one. Read from ``index_topk_pattern``, or from
+    ``index_topk_freq`` and ``index_skip_topk_offset``, if it is not there.
+
+    Source of the defaults: transformers' `GlmMoeDsaConfig`.
+    """
+
+    q_lora_rank: int | None = 2048
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    n_group: int = 1
+    topk_group: int = 1
+    index_n_heads: int = 32
+    indexer_rope_interleave: bool = True
+    indexer_types: tuple[str, ...] = ()
+
+    MODEL_TYPE, ARCHITECTURE = "glm_moe_dsa", "GlmMoeDsaForCausalLM"
+    INERT: ClassVar[frozenset[str]] = deepseek_v32_config.Config.INERT | {
+        "index_topk_pattern",
+        _EVERY,
+        _OFFSET,
+        "index_share_for_mtp_iteration",
+        "moe_router_dtype",
+        "partial_rotary_factor",
+    }
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
+        """Read config.json.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something this architecture does not compute.
+        """
+        found = rope_parameters(config, file, ("partial_rotary_factor",))
+        only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
+        only(file, "moe_router_dtype", config.get("moe_router_dtype") or "float32", "float32")
+        return super().from_dict(
+            config | {"indexer_types": _indexer_types(config, file)}, file=file, strict=strict
+        )
+
+    def has_indexer(self, layer: int) -> bool:
+        """See :meth:`deepseek_v32_config.Config.has_indexer`."""
+        return self.indexer_types[layer : layer + 1] != (SHARED,)
+
+    @property
+    def shares_indexers(self) -> bool:
+        """True if a layer takes another one's choice."""
+        return SHARED in self.indexer_types
+
+    def published(self) -> dict[str, Any]:
+        """See :meth:`BaseConfig.published`; ``indexer_types`` has one kind for each layer."""
+        layers = map(self.has_indexer, range(self.num_hidden_layers))
+        return super().published() | {"indexer_types": [FULL if own else SHARED for own in layers]}
+
+    def name_rules(self) -> NameRules:
+        """See :meth:`deepseek_v3_config.Config.name_rules`; an indexer of a layer that takes
+        another one's choice is dropped."""
+        rules = super().name_rules()
+        shared = [i for i, kind in enumerate(self.indexer_types) if kind == SHARED]
+        unread = rf"model\.layers\.({'|'.join(map(str, shared))})\.self_attn\.indexer\..*"
+        return replace(rules, drops=(*rules.drops, unread)) if shared else rules
+
+
+def _indexer_types(config: dict[str, Any], file: Path | str) -> list[str]:
+    """Return the kind of every layer, or nothing if all have an indexer.
+
+    Raises:
+        ConfigError: A list has another length than there are layers or names no kind, two keys
+            contradict each other, or the first layer has no indexer.
+    """
+    layers, said = count_of(config, file), {}
+    for key in ("indexer_types", "index_topk_pattern"):
+        kinds = config.get(key)
+        if kinds is None or kinds == []:
+            continue
+        if not isinstance(kinds, (list, str)) or len(kinds) < layers:
+            raise ConfigError(f"{file}: '{key}' must name a kind for each of {layers} layers.")
+        kinds = [_LETTERS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        if len(kinds) > layers or any(kind not in (FULL, SHARED) for kind in kinds):
+            raise ConfigError(
+                f"{file}: '{key}' is {config[key]!r}; expected '{FULL}' or '{SHARED}' for each of "
+                f"{layers} layers."
+            )
+        said[key] = kinds
+    every, offset = (_number(config, key, file) for key in (_EVERY, _OFFSET))
+    if every is not None and every > 1 and (not said or offset is not None):
+        distances = (max(i - (2 if offset is None else offset) + 1, 0) for i in range(layers))
+        said[_EVERY] = [SHARED if n % every else FULL for n in distances]
+    (kinds, *others) = said.values() or [[FULL]]
+    if any(other != kinds for other in others):
+        raise ConfigError(f"{file}: {' and '.join(map(repr, said))} differ; keep one.")
+    if kinds[0] == SHARED:
+        raise ConfigError(f"{file}: {next(iter(said))!r} gives the first layer no indexer.")
+    return kinds if SHARED in kinds else []
+
+
+def _number(config: dict[str, Any], key: str, file: Path | str) -> int | None:
+    """Return a number of layers in config.json, or None if the key is absent."""
+    value = config.get(key)
+    if value is not None and (type(value) is not int or value < 0):
+        raise ConfigError(f"{file}: '{key}' is {value!r}, expected a number of layers.")
+    return value
+
+
+_PUBLISHED = Config(
+    vocab_size=154880,
+    hidden_size=6144,
+    intermediate_size=12288,
+    moe_intermediate_size=2048,
+    num_hidden_layers=78,
+    num_attention_heads=64,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=202752,
+    rope=Rope(theta=1e6),
+)
+
+SHAPES = {
+    "glm-5": _PUBLISHED,
+    "glm-5.2": replace(
+        _PUBLISHED,
+        max_position_embeddings=1048576,
+        rope=Rope(theta=8e6),
+        indexer_types=(FULL, FULL) + (FULL, SHARED, SHARED, SHARED) * 19,
+    ),
+}
+"""Published shapes by name."""

@@ -1,0 +1,210 @@
+"""Latent attention whose queries see chosen positions: DeepSeek's sparse attention.
+
+    score[t, s] = sum over heads h of weight[t, h] relu(q[t, h] . k[s])
+
+Each query sees the ``index_topk`` best of the positions before it and its own, the lower of equal
+scores, of which zeros are common. A query with no more positions than that sees all of them, by
+plain latent attention. A layer without an indexer takes what the last layer with one chose.
+
+One token gathers the rows that it sees. The tokens of a prompt hide the others by a mask, and as
+many of them are scored together as :data:`~mlx_moeflux.kernels.mla.latent.SCORES_AT_ONCE` allows.
+
+Source: transformers 5.24 `DeepseekV32Indexer`, `GlmMoeDsaAttention`, which take equal scores in the
+order of torch's topk. DeepSeek's own code scores in FP8, after a Hadamard transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache.kv import LatentCache
+from mlx_moeflux.kernels.attention.choose_blocks import best_blocks
+from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
+from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE
+from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.models.layers import project_normed, weights_of
+from mlx_moeflux.models.mla import LatentAttention, Queries
+from mlx_moeflux.models.modules import LayerNorm, Linear, Module
+
+# Epsilon of the norm of index keys in transformers.
+KEY_EPS = 1e-6
+
+
+class Index(NamedTuple):
+    """What an indexer makes of T tokens: rotated queries ``[B, Hi, T, Di]`` and keys ``[B, 1, T,
+    Di]``, and the weights of the heads ``[B, T, Hi]``."""
+
+    queries: mx.array
+    keys: mx.array
+    weights: mx.array
+
+
+class Indexer(Module):
+    """Parameters ``wq_b.weight [Hi Di, Rq]``, ``wk.weight [Di, C]``, ``k_norm.weight``, ``.bias
+    [Di]``, ``weights_proj.weight [Hi, C]``."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        H, Di, C = config.index_n_heads, config.index_head_dim, config.hidden_size
+        self._heads, self._dims = H, config.qk_rope_head_dim
+        self._interleaved = config.indexer_rope_interleave
+        self._factor = config.rope.attention_factor
+        self._periods = mx.array(config.rope.periods(self._dims))
+        mx.eval(self._periods)
+        self.wq_b = Linear(config.q_lora_rank, H * Di, bias=False)
+        self.wk = Linear(C, Di, bias=False)
+        self.k_norm = LayerNorm(Di, eps=KEY_EPS)
+        self.weights_proj = Linear(C, H, bias=False)
+
+    def index(
+        self, keys: mx.array, weights: mx.array, queries: mx.array, offset: int | mx.array
+    ) -> Index:
+        """keys ``[B, T, Di]``, weights ``[B, T, Hi]``, queries ``[B, T, Hi Di]``: as projected.
+        offset: Position of the first token, or one for each sequence."""
+        B, T, _ = queries.shape
+        queries = queries.reshape(B, T, self._heads, -1).swapaxes(1, 2)
+        keys = self._rotated(self.k_norm(keys)[:, None], offset)
+        return Index(self._rotated(queries, offset), keys, weights)
+
+    def _rotated(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """Rotate the first dimensions of rows ``[B, H, T, Di]``."""
+        if self._factor != 1.0:
+            turned, rest = mx.split(x, [self._dims], axis=-1)
+            x = mx.concatenate([turned * self._factor, rest], axis=-1)
+        if not isinstance(offset, int):
+            offset = for_each_sequence(offset, len(x))
+        options = {"base": None, "scale": 1.0, "offset": offset, "freqs": self._periods}
+        return mx.fast.rope(x, self._dims, traditional=self._interleaved, **options)
+
+
+def position_scores(queries: mx.array, weights: mx.array, keys: mx.array) -> mx.array:
+    """The module's formula in float32: queries ``[B, H, T, Di]``, weights ``[B, T, H]``, keys
+    ``[B, 1, S, Di]`` -> ``[B, T, S]``. It holds the products of some heads at a time."""
+    (B, H, T, _), S = queries.shape, keys.shape[2]
+    keys = keys.astype(mx.float32).swapaxes(2, 3)
+    weights = weights.astype(mx.float32).swapaxes(1, 2)[..., None]
+    scores, heads = mx.zeros((B, T, S)), max(1, SCORES_AT_ONCE // (B * T * S))
+    for first in range(0, H, heads):
+        own = slice(first, first + heads)
+        product = mx.maximum(queries[:, own].astype(mx.float32) @ keys, 0.0)
+        scores = scores + (weights[:, own] * product).sum(axis=1)
+    return scores
+
+
+def best_positions(scores: mx.array, last: mx.array, first: mx.array, k: int) -> mx.array:
+    """Return the columns int32 ``[B, T, k]`` of the k best of scores ``[B, T, S]``, ascending, the
+    lower of equals. last: Column of each query, ``[B or 1, T, 1]``; first: Of each sequence,
+    ``[B or 1, 1, 1]``. If a query has fewer columns from `first` to `last`, `last` fills up."""
+    (B, T, S), column = scores.shape, mx.arange(scores.shape[2])
+    chosen = best_blocks(scores, (column >= first) & (column <= last), k)
+    # One place more takes what is not chosen.
+    place = mx.where(chosen, mx.cumsum(chosen.astype(mx.int32), axis=-1) - 1, k)
+    found = mx.broadcast_to(last, (B, T, k + 1)).astype(mx.int32)
+    columns = mx.broadcast_to(column.astype(mx.int32), (B, T, S))
+    return mx.put_along_axis(found, place, columns, axis=-1)[..., :k]
+
+
+class IndexedLatentAttention(LatentAttention):
+    """Latent attention to the positions that an :class:`Indexer` chooses. Parameters: those of
+    :class:`LatentAttention`, and ``indexer.*`` if the layer has one.
+
+    indexed: The layer has an indexer; else it takes the choice of an earlier one. shares: Later
+    layers take its choice, too.
+    """
+
+    def __init__(
+        self, config: Any, kernels: Kernels, *, indexed: bool = True, shares: bool = False
+    ):
+        super().__init__(config, kernels)
+        self._shares = shares
+        if indexed:
+            self.indexer = Indexer(config)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        (group,) = super().stacks()
+        if "indexer" not in self:
+            return [group]
+        indexer = self.indexer
+        return [(*group, indexer.wk, indexer.weights_proj), (self.q_b_proj, indexer.wq_b)]
+
+    def _project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+        """See :meth:`LatentAttention._project_inputs`; adds keys, weights and queries of the
+        indexer."""
+        if "indexer" not in self:
+            return super()._project_inputs(x, norm)
+        first, second = self.stacks()
+        low, kv, *index = project_normed(self._kernels, x, weights_of(*first), norm)
+        norm = self.q_a_layernorm
+        q, index_q = self._kernels.project(low, weights_of(*second), norm=norm.weight, eps=norm.eps)
+        return q, kv, *index, index_q
+
+    def index(self, projected: Sequence[mx.array], offset: int | mx.array) -> Index | None:
+        """See :meth:`LatentAttention.index`."""
+        return self.indexer.index(*projected, offset) if projected else None
+
+    def attend(
+        self, queries: Queries, index: Index | None, cache: Any, options: dict[str, Any]
+    ) -> mx.array:
+        """See :meth:`LatentAttention.attend`."""
+        length, budget, T = options["length"], self.config.index_topk, queries.whole.shape[1]
+        if isinstance(length, mx.array):  # a traced step, which sees everything
+            return self.weighted(queries, **options)
+        cache.budget = budget
+        before, outputs = length - T, []
+        plain = min(max(cache.first_column + budget - before, 0), T)
+        if plain:
+            seen = {"length": before + plain, "mask": options["mask"] if plain > 1 else None}
+            outputs.append(self.weighted(queries.of(slice(plain)), **options | seen))
+        if plain < T:
+            rest = queries.of(slice(plain, T))
+            positions = self._positions(index, cache, before + plain, length)
+            if T == 1:
+                outputs.append(self._gathered(rest, positions, cache, options))
+            else:
+                hidden = mx.zeros((*positions.shape[:2], length), mx.bool_)
+                mask = mx.put_along_axis(hidden, positions, mx.array(True), axis=-1)[:, None]
+                outputs.append(self.weighted(rest, **options | {"mask": mask, "start": None}))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+    def _gathered(
+        self, queries: Queries, positions: mx.array, cache: LatentCache, options: dict[str, Any]
+    ) -> mx.array:
+        """Return the values of one token of each sequence, which reads the rows that it sees."""
+        rows = positions.swapaxes(1, 2)[:, None]
+        k, v = (mx.take_along_axis(options[name], rows, axis=2) for name in ("k", "v"))
+        seen = {"k": k, "v": v, "length": rows.shape[2], "start": None, "mask": None}
+        y, start = self.weighted(queries, **options | seen), options["start"]
+        if start is None:
+            return y
+        # Shorter sequences see everything.
+        plain = cache.columns - start <= self.config.index_topk
+        return mx.where(plain[:, None, None, None], self.weighted(queries, **options), y)
+
+    def _positions(self, index: Index | None, cache: Any, begin: int, end: int) -> mx.array:
+        """Return the positions int32 ``[B, T, k]`` that the tokens in columns `begin` to `end` - 1
+        see, from this layer's indexer or from an earlier one's."""
+        if index is None:
+            return cache.chosen.take(begin, last=not self._shares and not self.training)
+        padding, keys = cache.left_padding, cache.buffers()[2][:, :, :end]
+        first = mx.zeros((1,), mx.int32) if padding is None else padding
+        queries, keys, weights = map(mx.stop_gradient, (index.queries, keys, index.weights))
+        (B, _, T, _), count = queries.shape, end - begin
+        queries, weights = queries[:, :, T - count :], weights[:, T - count :]
+        at_once, parts = max(1, SCORES_AT_ONCE // (B * end)), []
+        for start in range(0, count, at_once):
+            some = slice(start, start + at_once)
+            scores = position_scores(queries[:, :, some], weights[:, some], keys)
+            last = mx.arange(begin + start, begin + start + scores.shape[1])[None, :, None]
+            parts.append(best_positions(scores, last, first[:, None, None], self.config.index_topk))
+            if at_once < count:
+                # Else MLX holds the scores of several parts.
+                mx.eval(parts[-1])
+        positions = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        if self._shares:
+            cache.chosen.put(self, begin, positions)
+        return positions
