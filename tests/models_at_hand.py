@@ -18,10 +18,11 @@ TWIN = Path(__file__).parent / "golden" / "text_top3"
 VOCABULARY = 64
 FAMILIES = (
     *("deepseek_v3_groups", "kimi_k2_group1", "qwen3_moe_window", "qwen3_next_top3"),
-    *("qwen4_exp_rows", "gemma4_shared"),
+    *("qwen4_exp_rows", "gemma4_shared", "glm_moe_dsa_shared"),
 )
-# Kinds of state that another one of these has too, and one that is slow.
+# Kinds of state that another one of these has too, and some that are slow.
 SAME = ("gemma4_shared", "kimi_k2_group1", "qwen3_next_top3", "qwen4_exp_rows")
+SAME += ("glm_moe_dsa_shared",)
 KINDS = (
     *("hybrid", "attention", "4 bits", "deepseek_v3_groups", "qwen3_moe_window"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in SAME),

@@ -158,7 +158,7 @@ def test_only_what_changes_the_config_is_refused(register, given, key):
         "deepseek_v3_direct",
         *(
             pytest.param(n, marks=pytest.mark.slow)
-            for n in ("gemma4_shared", "gpt_oss_sinks", "qwen3_moe_window")
+            for n in ("gemma4_shared", "glm_moe_dsa_shared", "gpt_oss_sinks", "qwen3_moe_window")
         ),
     ],
 )

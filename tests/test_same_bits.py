@@ -38,6 +38,7 @@ FAMILIES = {
     "gpt-oss": ("gpt-oss-tiny", None),
     "gemma": ("gemma-4-tiny", "gemma4_vision"),
     "laguna": ("laguna-tiny", None),
+    "glm-5": ("glm-5-tiny", "glm_moe_dsa_shared"),
 }
 SCALES = {"4 bits, bf16": mx.bfloat16, "4 bits, f16": mx.float16, "4 bits, f32": mx.float32}
 EXPERTS = ("floats", *SCALES, "mxfp4")

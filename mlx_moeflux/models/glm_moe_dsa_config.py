@@ -11,6 +11,7 @@ from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v32_config
+from mlx_moeflux.models.config import TINY
 from mlx_moeflux.models.deepseek_v32_config import count_of
 from mlx_moeflux.models.rope import Rope, rope_parameters
 
@@ -149,6 +150,22 @@ SHAPES = {
         max_position_embeddings=1048576,
         rope=Rope(theta=8e6),
         indexer_types=(FULL, FULL) + (FULL, SHARED, SHARED, SHARED) * 19,
+    ),
+    "glm-5-tiny": replace(
+        _PUBLISHED,
+        **TINY,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        n_routed_experts=32,
+        first_k_dense_replace=1,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        index_topk=64,
+        index_n_heads=4,
+        index_head_dim=64,
+        indexer_types=(FULL, FULL, SHARED, SHARED),
     ),
 }
 """Published shapes by name."""

@@ -57,8 +57,8 @@ LAYOUTS = ("packed", "safetensors")
 # One of each family, one whose norms are stored otherwise, one without a head, one in a wrapper.
 KEPT = ("deepseek_v3_groups", "glm4_moe_lite_flash", "glm4_moe_norms", "gpt_oss_sinks")
 KEPT += ("kimi_k25_wrapped", "minimax_m2_norms", "qwen3_moe_top2", "qwen3_next_top3")
-KEPT += ("gemma4_shared", "laguna_heads", "text_tied_top1", "text_top3", "text_top_all")
-KEPT += ("vision_top2",)
+KEPT += ("gemma4_shared", "glm_moe_dsa_shared", "laguna_heads", "text_tied_top1", "text_top3")
+KEPT += ("text_top_all", "vision_top2")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ TWINS = (
     "text_top3", "qwen3_moe_yarn4", "deepseek_v3_groups", "qwen3_next_yarn2", "glm4_moe_plain",
     "minimax_m2_norms", "gpt_oss_sinks", "kimi_k25_wrapped", "glm4_moe_lite_flash",
     "vision_tied_top3", "deepseek_v3_yarn40", "gemma4_shared", "gemma4_vision", "laguna_heads",
+    "deepseek_v32_yarn40", "glm_moe_dsa_shared",
 )  # fmt: skip
 IDS = list(range(1, 25))
 MESSAGES = [{"role": "user", "content": "x"}]

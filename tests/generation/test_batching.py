@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.cache import IndexedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
 from mlx_moeflux.generation import batch
@@ -56,7 +55,7 @@ def prompt_of(seed, length):
 
 def pages(model):
     """True unless its states have what a pool does not hold."""
-    return not any(isinstance(entry, IndexedCache) for entry in model.make_cache())
+    return not any("index_keys" in spec.arrays for spec in model.state_spec().entries)
 
 
 def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):

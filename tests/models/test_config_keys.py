@@ -57,7 +57,7 @@ HARMFUL = [
     {"alibi": True},
 ]
 FAMILIES = ("qwen3_moe_top2", "deepseek_v3_groups", "kimi_k25_wrapped", "gpt_oss_sinks")
-FAMILIES += ("gemma4_vision", "laguna_heads")
+FAMILIES += ("gemma4_vision", "glm_moe_dsa_shared", "laguna_heads")
 
 
 def config_of(case: str) -> dict:

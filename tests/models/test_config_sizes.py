@@ -24,10 +24,12 @@ WITHOUT_EFFECT = {
 }
 CASES = (
     *("qwen3_moe_top2", "text_top3", "deepseek_v3_groups", "qwen3_next_top3"),
-    *("glm4_moe_norms", "minimax_m2_norms", "glm4_moe_lite_flash"),
+    *("glm4_moe_norms", "minimax_m2_norms", "glm4_moe_lite_flash", "glm_moe_dsa_shared"),
 )
 OF_CASE = {
     "glm4_moe_lite_flash": {"qk_head_dim", "num_key_value_heads"},
+    # With so many positions every token sees everything.
+    "glm_moe_dsa_shared": {"head_dim", "qk_head_dim", "num_key_value_heads", "index_topk"},
     "minimax_m2_norms": {"num_mtp_modules"},
     "qwen3_moe_top2": {"intermediate_size"},
     "deepseek_v3_groups": {"head_dim", "qk_head_dim", "num_key_value_heads"},
