@@ -39,6 +39,7 @@ EXPERT_BYTES = {
     "qwen3-coder-480b-a35b": 62 * 160 * 3 * 2560 * 6144 * 2,
     "deepseek-v3": 58 * 256 * 3 * 2048 * 7168 * 2,  # decoded to bf16
     "deepseek-v3-4bit": 58 * 256 * 24_772_608,
+    "deepseek-v3.2": 58 * 256 * 3 * 2048 * 7168 * 2,  # decoded to bf16
     "cogito-v2-671b": 58 * 256 * 3 * 2048 * 7168 * 2,
     "cogito-v2-671b-4bit": 58 * 256 * 24_772_608,
     "kimi-k2": 60 * 384 * 3 * 2048 * 7168 * 2,
@@ -57,6 +58,7 @@ EXPERT_BYTES = {
     "laguna-s-2.1-4bit": 47 * 256 * 5_308_416,
     "gpt-oss-120b": 36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2),  # MXFP4, biases
     "gpt-oss-20b-mxfp4-q8": 24 * 32 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2),
+    "glm-5.2-fp8": 75 * 256 * 3 * 2048 * 6144 * 2,  # decoded to bf16
     "glm-4.7-flash": 46 * 64 * 3 * 1536 * 2048 * 2,
     "kimi-k2.5": 60 * 384 * 3 * 2048 * 7168 * 5 // 8,  # groups of 32
     "minimax-m2": 62 * 256 * 3 * 1536 * 3072 * 2,  # decoded to bf16
@@ -101,6 +103,8 @@ def opened(name: str):
         kinds = [
             f"{'sliding' if one else 'full'} {mlp}" for one, mlp in zip(windows, kinds, strict=True)
         ]
+    if hasattr(model.config, "has_indexer"):
+        kinds = [k + " indexed" * model.config.has_indexer(i) for i, k in enumerate(kinds)]
     refs = expand(data["tensors"], kinds, model.config.num_experts)
     quantization = Quantization.from_config(config).renamed(
         lambda path: model.config.name_rules().canonical(f"{path}.")[:-1]
@@ -111,6 +115,8 @@ def opened(name: str):
 # Beside Qwen3.5 and 3.6: layers of multi-token prediction, or images.
 DROPPING = (
     "deepseek-v3",
+    "deepseek-v3.2",
+    "glm-5.2-fp8",
     "qwen3.8-flash-next",
     "qwen3-next-80b-a3b",
     "glm-4.6",
@@ -124,6 +130,7 @@ DROPPING = (
 LONG = ("qwen3-235b-a22b-4bit", "qwen3.5-397b-a17b", "cogito-v2-671b-4bit", "kimi-k2-4bit")
 LONG += ("qwen3.5-122b-a10b-4bit", "laguna-s-2.1-4bit")
 ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
+ALIKE += ("deepseek-v3.2", "glm-5.2-fp8")
 # Tens of thousands of tensors, one for each expert, as qwen3-30b-a3b and, in 8-bit floats,
 # deepseek-v3 have; the rest of their families is in glm-4.7-flash, minimax-m2-4bit and others.
 MANY = ("qwen3-coder-30b-a3b", "qwen3-next-80b-a3b", "glm-4.6", "minimax-m2")
@@ -147,7 +154,7 @@ def test_both_sides_come_out_empty(name):
         assert not mapped.experts
         assert not left
         return
-    prediction = tuple(f"model.layers.{n}." for n in (47, 61, 92))
+    prediction = tuple(f"model.layers.{n}." for n in (47, 61, 78, 92))
     unread = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.", *prediction)
     unread += ("model.vision_tower.", "model.embed_vision.", "embed_vision.")
     hashes = r"\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$"
