@@ -99,7 +99,7 @@ _V3, _TINY = (deepseek_v3_config.SHAPES[name] for name in ("deepseek-v3", "deeps
 SHAPES = {
     "deepseek-v3.2": Config(**vars(_V3)),
     "deepseek-v3.2-tiny": replace(
-        Config(**vars(_TINY)), index_topk=64, index_n_heads=4, index_head_dim=64
+        Config(**vars(_TINY)), index_topk=64, index_n_heads=16, index_head_dim=64
     ),
 }
 """Published shapes by name."""

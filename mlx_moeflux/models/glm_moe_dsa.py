@@ -24,6 +24,11 @@ class Model(deepseek_v32.Model):
     Config = Config
     MODEL_TYPE = "glm_moe_dsa"
 
+    @classmethod
+    def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_keys`."""
+        return super().mlx_lm_keys(config) | config.fixed()
+
     def make_attention(self, layer: int) -> IndexedLatentAttention:
         """See :meth:`deepseek_v3.Model.make_attention`."""
         config = self.config

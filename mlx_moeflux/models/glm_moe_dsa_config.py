@@ -77,7 +77,21 @@ class Config(deepseek_v32_config.Config):
     def published(self) -> dict[str, Any]:
         """See :meth:`BaseConfig.published`; ``indexer_types`` has one kind for each layer."""
         layers = map(self.has_indexer, range(self.num_hidden_layers))
-        return super().published() | {"indexer_types": [FULL if own else SHARED for own in layers]}
+        kinds = {"indexer_types": [FULL if own else SHARED for own in layers]}
+        return super().published() | kinds | self.fixed()
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the keys that mlx-lm's `glm_moe_dsa` must have and this architecture does not
+        vary, and its spelling of the rope."""
+        rope = self.rope.published()
+        scaling = rope["rope_scaling"] or {"type": "default"}
+        return {
+            "num_key_value_heads": self.num_attention_heads,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "rope_parameters": scaling | {"rope_theta": rope["rope_theta"]},
+        }
 
     def name_rules(self) -> NameRules:
         """See :meth:`deepseek_v3_config.Config.name_rules`; an indexer of a layer that takes
@@ -163,7 +177,7 @@ SHAPES = {
         qk_nope_head_dim=64,
         v_head_dim=64,
         index_topk=64,
-        index_n_heads=4,
+        index_n_heads=16,
         index_head_dim=64,
         indexer_types=(FULL, FULL, SHARED, SHARED),
     ),

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_moeflux.cache import IndexedLatentCache, LatentCache
 from mlx_moeflux.cache.kv import ChosenPositions
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.generation.batch import BatchGenerator
@@ -247,6 +248,25 @@ def test_a_cut_state_goes_on_as_a_new_one():
         fresh, other = model.make_cache(), tokens_of(5, seed=3)
         model(tokens[:, :13], fresh)
         assert relative_error(model(other, cache), model(other, fresh)) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "shape", ["glm-5-tiny", pytest.param("deepseek-v3.2-tiny", marks=pytest.mark.slow)]
+)
+def test_logits_are_those_of_mlx_lm(shape, tmp_path):
+    """mlx-lm gives every layer of GLM an indexer. It takes equal scores in no order; with 16 heads
+    hardly one is zero."""
+    from mlx_lm.utils import load_model as mlx_lm_load
+
+    quantised = synthesize(shape, tmp_path / "q", layers=2, experts=16)
+    path = convert(
+        quantised, tmp_path / "f", layout="safetensors", dequantize=True, dtype="float32"
+    )
+    theirs, _ = mlx_lm_load(path)
+    tokens = mx.concatenate([tokens_of(100), tokens_of(100, seed=1)])
+    assert tokens.shape[1] > SHAPES[shape].index_topk
+    with load_model(path, dtype=mx.float32, expert_memory="40%") as model:
+        assert relative_error(model(tokens), theirs(tokens)) <= LIMIT
 
 
 def test_a_pool_holds_no_index_keys():
