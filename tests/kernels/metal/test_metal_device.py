@@ -28,6 +28,7 @@ TOKENS = mx.array(np.random.default_rng(0).integers(0, 1000, (1, PROMPT + STEPS)
 SHAPES = {
     "qwen3.5-tiny": {"full_attention_interval": 2},
     "deepseek-tiny": {},
+    "glm-5-tiny": {"indexer_types": ("full", "shared")},
     "qwen3-tiny": {},
     "qwen3-next-tiny": {"full_attention_interval": 2},
     "gpt-oss-tiny": {"sliding_window": 8},
@@ -44,6 +45,7 @@ RUNS = {
     "qwen3.5-tiny": ("100%", ATTENTION | RESIDENT | {"delta_mixer"}),
     "qwen3.5-tiny streamed": ("50%", ATTENTION | STREAMED | {"delta_mixer"}),
     "deepseek-tiny": ("100%", LATENTS | {"sigmoid_top_k", "expert_mix", "add_shared"}),
+    "glm-5-tiny": ("100%", LATENTS | {"sigmoid_top_k", "expert_mix", "add_shared"}),
     "qwen3-tiny": ("100%", ATTENTION | RESIDENT),
     "qwen3-next-tiny": ("100%", ATTENTION | RESIDENT | {"delta_mixer"}),
     "gpt-oss-tiny": ("100%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
