@@ -27,6 +27,8 @@ from mlx_moeflux.models.indexed_mla import (
 )
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.modules import RMSNorm
+from tests.kernels.harness import on_the_cpu
+from tests.kernels.metal.metal_device import on_metal
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits, tokens_of
 
@@ -237,6 +239,27 @@ def test_steps_are_traced_as_long_as_all_is_seen():
         steps = [model(tokens[:, i : i + 1], cache) for i in range(2, 20)]
         assert model._step.traces
         assert relative_error(steps[-1][:, 0], expected) <= LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("types", [("full", "full"), ("full", "shared")])
+def test_kernels_say_what_references_say_beyond_the_budget(types, tmp_path, monkeypatch):
+    """Steps and prompts that begin below the budget and end beyond it."""
+    shape = replace(SHAPES["glm-5-tiny"], index_topk=8, indexer_types=types)
+    monkeypatch.setitem(SHAPES, "glm-5-tiny", shape)
+    path = synthesize("glm-5-tiny", tmp_path / "model", layers=2, experts=16)
+    tokens = mx.concatenate([tokens_of(20), tokens_of(20, seed=1)])
+
+    def logits(model):
+        cache, cuts = model.make_cache(), (0, 5, 6, 7, 17, 18, 19, 20)
+        return mx.concatenate([model(tokens[:, a:b], cache) for a, b in pairwise(cuts)], axis=1)
+
+    with on_the_cpu():
+        with load_model(path, dtype=mx.float32, kernels="reference") as model:
+            expected = logits(model)
+        with load_model(path, dtype=mx.float32) as model, on_metal(tmp_path / "cache"):
+            assert relative_error(logits(model), expected) <= LIMIT
 
 
 def test_a_cut_state_goes_on_as_a_new_one():
