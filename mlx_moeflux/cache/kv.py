@@ -421,8 +421,9 @@ class IndexedLatentCache(LatentCache):
     @property
     def takes_steps(self) -> bool:
         """Return True if the next token of every sequence sees everything."""
-        known = self.budget is not None and not self.packs
-        return known and self.columns < self.first_column + self.budget
+        if self.budget is None or self.packs:
+            return False
+        return self.columns < self.first_column + self.budget
 
     def _join(self, parts: list[AttentionCache]) -> None:
         super()._join(parts)

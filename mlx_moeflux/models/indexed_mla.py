@@ -143,23 +143,22 @@ class IndexedLatentAttention(LatentAttention):
         q, index_q = self._kernels.project(low, weights_of(*second), norm=norm.weight, eps=norm.eps)
         return q, kv, *index, index_q
 
-    def index(self, projected: Sequence[mx.array], offset: int | mx.array) -> Index | None:
+    def index(self, projected: Sequence[mx.array], offset: int | mx.array) -> Index:
         """See :meth:`LatentAttention.index`."""
-        return self.indexer.index(*projected, offset) if projected else None
+        keys, weights, queries = projected
+        return self.indexer.index(keys, weights, queries, offset)
 
-    def attend(
-        self, queries: Queries, index: Index | None, cache: Any, options: dict[str, Any]
-    ) -> mx.array:
+    def attend(self, queries: Queries, index: Index | None, cache: Any, **options: Any) -> mx.array:
         """See :meth:`LatentAttention.attend`."""
         length, budget, T = options["length"], self.config.index_topk, queries.whole.shape[1]
         if isinstance(length, mx.array):  # a traced step, which sees everything
-            return self.weighted(queries, **options)
+            return super().attend(queries, None, cache, **options)
         cache.budget = budget
         before, outputs = length - T, []
         plain = min(max(cache.first_column + budget - before, 0), T)
         if plain:
             seen = {"length": before + plain, "mask": options["mask"] if plain > 1 else None}
-            outputs.append(self.weighted(queries.of(slice(plain)), **options | seen))
+            outputs.append(super().attend(queries.of(slice(plain)), None, cache, **options | seen))
         if plain < T:
             rest = queries.of(slice(plain, T))
             positions = self._positions(index, cache, before + plain, length)
@@ -168,7 +167,8 @@ class IndexedLatentAttention(LatentAttention):
             else:
                 hidden = mx.zeros((*positions.shape[:2], length), mx.bool_)
                 mask = mx.put_along_axis(hidden, positions, mx.array(True), axis=-1)[:, None]
-                outputs.append(self.weighted(rest, **options | {"mask": mask, "start": None}))
+                hides = {"mask": mask, "start": None}
+                outputs.append(super().attend(rest, None, cache, **options | hides))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
     def _gathered(
@@ -178,12 +178,13 @@ class IndexedLatentAttention(LatentAttention):
         rows = positions.swapaxes(1, 2)[:, None]
         k, v = (mx.take_along_axis(options[name], rows, axis=2) for name in ("k", "v"))
         seen = {"k": k, "v": v, "length": rows.shape[2], "start": None, "mask": None}
-        y, start = self.weighted(queries, **options | seen), options["start"]
+        y, start = super().attend(queries, None, cache, **options | seen), options["start"]
         if start is None:
             return y
         # Shorter sequences see everything.
         plain = cache.columns - start <= self.config.index_topk
-        return mx.where(plain[:, None, None, None], self.weighted(queries, **options), y)
+        whole = super().attend(queries, None, cache, **options)
+        return mx.where(plain[:, None, None, None], whole, y)
 
     def _positions(self, index: Index | None, cache: Any, begin: int, end: int) -> mx.array:
         """Return the positions int32 ``[B, T, k]`` that the tokens in columns `begin` to `end` - 1

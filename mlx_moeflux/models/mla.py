@@ -52,16 +52,18 @@ class HeadLinear(Module):
 
 class Queries(NamedTuple):
     """Queries of T tokens: each head's ``whole [B, T, H, Dn + Dr]`` as projected, its rotated part
-    ``rotary [B, H, T, Dr]``, and, of the absorbed form, ``latent [B, H, T, R]``."""
+    ``rotary [B, H, T, Dr]``, and, of the absorbed form, ``latent [B, H, T, R]``. values: Each
+    head's matrix, which makes values of latents."""
 
     whole: mx.array
     rotary: mx.array
     latent: mx.array | None
+    values: HeadMatrices
 
     def of(self, which: slice) -> Queries:
         """Return those of some of the tokens."""
         latent = None if self.latent is None else self.latent[:, :, which]
-        return Queries(self.whole[:, which], self.rotary[:, :, which], latent)
+        return Queries(self.whole[:, which], self.rotary[:, :, which], latent, self.values)
 
 
 class LatentAttention(Module):
@@ -131,9 +133,9 @@ class LatentAttention(Module):
             "factor": config.rope.attention_factor,
             "interleaved": config.rope_interleave,
         }
-        keys, _ = self._matrices()
+        keys, values = self._matrices()
         transposed, absorbs, q_latent = "embed_q" not in self, self.absorbs(T), None
-        index, newest = self.index(others, offset), cache.newest
+        index, newest = self.index(others, offset) if others else None, cache.newest
         rows = () if index is None else (index.keys,)
         if newest is not None and T == 1:
             inputs |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
@@ -146,7 +148,7 @@ class LatentAttention(Module):
             if absorbs:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
         options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
-        y = self.attend(Queries(q, q_rope, q_latent), index, cache, options)
+        y = self.attend(Queries(q, q_rope, q_latent, values), index, cache, **options)
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
         return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
 
@@ -157,16 +159,18 @@ class LatentAttention(Module):
         return None
 
     def attend(
-        self, queries: Queries, index: Any, cache: LatentCache, options: dict[str, Any]
+        self,
+        queries: Queries,
+        index: Any,
+        cache: LatentCache,
+        *,
+        k: mx.array,
+        v: mx.array,
+        **options: Any,
     ) -> mx.array:
-        """Return the values ``[B, H, T, Dv]`` of the last T rows. index: What :meth:`index`
-        returned. options: Buffers of the cache, and arguments of the operation."""
-        return self.weighted(queries, **options)
-
-    def weighted(self, queries: Queries, *, k: mx.array, v: mx.array, **options: Any) -> mx.array:
-        """Return the weighted values ``[B, H, T, Dv]`` of latents k and rotary keys v."""
-        kernels, (_, values) = self._kernels, self._matrices()
-        q, rotary, latent = queries
+        """Return the values ``[B, H, T, Dv]`` of the last T rows of latents k and rotary keys v.
+        index: What :meth:`index` returned. options: Of the operation."""
+        kernels, (q, rotary, latent, values) = self._kernels, queries
         if latent is None:
             return kernels.latent_prefill(q, rotary, k, v, expand=self._expand, **options)
         product, attention = kernels.head_product, kernels.latent_attention
