@@ -293,6 +293,12 @@ def size_of(
         raise unreadable(file, cause, error=error) from cause
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
 def format_size(nbytes: int) -> str:
     """Return bytes as one reads them, decimal."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

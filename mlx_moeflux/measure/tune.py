@@ -29,8 +29,8 @@ from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import LastToken, LookAhead, make_prefetch
 from mlx_moeflux.experts.telemetry.forecast import Profile
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.measure.benchmark.card import expert_files
 from mlx_moeflux.measure.benchmark.pages import evict
+from mlx_moeflux.measure.disk import expert_files
 from mlx_moeflux.models import map_checkpoint
 
 THREADS = (1, 2, 4, 8, 16, 32)

@@ -29,13 +29,7 @@ from mlx_moeflux.kernels.registry import choose_kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.benchmark import exact, pages
-from mlx_moeflux.measure.benchmark.card import (
-    Card,
-    disk_bandwidth,
-    expert_files,
-    make_card,
-    memory_bandwidth,
-)
+from mlx_moeflux.measure.benchmark.card import Card, make_card, memory_bandwidth
 from mlx_moeflux.measure.benchmark.exact import OurParts, TheirParts, compare_layers
 from mlx_moeflux.measure.benchmark.pages import Account, cache_state
 from mlx_moeflux.measure.benchmark.report import (
@@ -57,6 +51,7 @@ from mlx_moeflux.measure.benchmark.sides import (
     held_memory,
     run,
 )
+from mlx_moeflux.measure.disk import disk_bandwidth, expert_files
 from mlx_moeflux.measure.profile.capture import check_capture, gpu_capture
 from mlx_moeflux.measure.profile.stages import Profiler
 from mlx_moeflux.models import map_checkpoint
@@ -180,7 +175,7 @@ class _Bench:
     def report(self, name: str, command: str) -> Report:
         options = self.options
         memory = memory_bandwidth()
-        disk = disk_bandwidth(self.mapped, threads=options.threads, seed=options.seed)
+        disk = disk_bandwidth(self.mapped.experts, threads=options.threads, seed=options.seed)
         report = Report(
             model=name,
             machine=machine(),

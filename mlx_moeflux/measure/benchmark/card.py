@@ -8,29 +8,21 @@ The same run measures both bandwidths.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.checkpoint.names import MappedTensors
-from mlx_moeflux.checkpoint.tensors import ExpertRefs
-from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.budget import format_bytes
-from mlx_moeflux.experts.io.readers import Reader, make_reader
 from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.measure.benchmark.pages import COLD_SHARE, cached_share, evict
 from mlx_moeflux.models.protocol import named_parameters
 
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)
 MEMORY_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
-DISK_BYTES = 1 << 30
-DISK_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -165,54 +157,3 @@ def _copy(x: mx.array) -> None:
 def _sums_in_threads(parts: list[np.ndarray]) -> None:
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(np.sum, parts))
-
-
-def disk_bandwidth(mapped: MappedTensors, *, threads: int, seed: int = 0) -> float | None:
-    """Measure the bytes a second of random experts that no cache holds, by `threads` threads: the
-    faster of direct reads and reads through an empty page cache.
-
-    None if the file system allows neither.
-    """
-    speeds = []
-    for name in ("direct", "pread"):
-        try:
-            reader = make_reader(name, mapped.experts)
-        except UnsupportedError:
-            continue
-        try:
-            if name == "direct" or _emptied(expert_files(mapped.experts)):
-                speeds.append(_read_speed(reader, threads, seed))
-        finally:
-            reader.close()
-    return max(speeds, default=None)
-
-
-def _emptied(files: tuple[Path, ...]) -> bool:
-    share = cached_share(files) if evict(files) else None
-    return share is not None and share <= COLD_SHARE
-
-
-def _read_speed(reader: Reader, threads: int, seed: int) -> float:
-    at = [(layer, e) for layer in reader.layers for e in range(reader.num_experts)]
-    order = np.random.default_rng(seed).permutation(len(at))
-    deadline = time.perf_counter() + DISK_SECONDS
-
-    def read(i: int) -> int:
-        layer, expert = at[i]
-        if time.perf_counter() > deadline:
-            return 0
-        views = [memoryview(bytearray(c.nbytes)) for c in reader.layout(layer).components]
-        return reader.read(layer, expert, views)
-
-    most = max(1, DISK_BYTES // reader.layout(reader.layers[0]).nbytes)
-    with ThreadPoolExecutor(threads) as pool:
-        began = time.perf_counter()
-        total = sum(pool.map(read, order[:most].tolist()))
-        return total / (time.perf_counter() - began)
-
-
-def expert_files(experts: Mapping[int, Mapping[str, ExpertRefs]]) -> tuple[Path, ...]:
-    """The files that hold routed experts."""
-    every = (ref for parts in experts.values() for refs in parts.values() for ref in refs)
-    sources = (source for ref in every for source in getattr(ref, "sources", (ref,)))
-    return tuple({source.file: None for source in sources})

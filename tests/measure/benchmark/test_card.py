@@ -12,11 +12,10 @@ from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.benchmark.card import (
     Card,
-    disk_bandwidth,
-    expert_files,
     make_card,
     memory_bandwidth,
 )
+from mlx_moeflux.measure.disk import disk_bandwidth, expert_files
 from mlx_moeflux.models import map_checkpoint
 
 
@@ -85,5 +84,5 @@ def test_bandwidths_are_measured(checkpoint):
     assert 1e8 < memory_bandwidth(16 << 20, rounds=2) < 1e13
     mapped = map_checkpoint(open_checkpoint(checkpoint))
     assert expert_files(mapped.experts) == (checkpoint / "model.safetensors",)
-    disk = disk_bandwidth(mapped, threads=2)
+    disk = disk_bandwidth(mapped.experts, threads=2)
     assert disk is None or 1e5 < disk < 1e12
