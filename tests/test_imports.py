@@ -78,6 +78,7 @@ def test_imports_point_one_way(file):
         ("mlx_moeflux.experts.policies.eviction", "mlx"),
         ("mlx_moeflux.cli.policies", "mlx"),
         ("mlx_moeflux.cli.plan", "mlx"),
+        ("mlx_moeflux.cli.models", "mlx"),
         ("mlx_moeflux.measure.plots", "mlx"),
         ("mlx_moeflux.measure.plots", "matplotlib"),
         ("mlx_moeflux.checkpoint.tensors", "mlx"),

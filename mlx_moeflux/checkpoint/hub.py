@@ -23,7 +23,12 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from mlx_moeflux.checkpoint.files import format_size, read_json_object, unreadable
+from mlx_moeflux.checkpoint.files import (
+    format_size,
+    nearest_existing,
+    read_json_object,
+    unreadable,
+)
 from mlx_moeflux.checkpoint.formats.gguf_architectures import architecture_of
 from mlx_moeflux.checkpoint.formats.gguf_container import MAGIC, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import (
@@ -36,10 +41,10 @@ from mlx_moeflux.checkpoint.formats.gguf_files import (
     find_gguf,
     refuse_other_files,
 )
+from mlx_moeflux.checkpoint.model_name import parse_model_name
 from mlx_moeflux.errors import (
     CheckpointError,
     ConfigError,
-    InputError,
     MemoryBudgetError,
     MoefluxError,
     UnsupportedError,
@@ -55,7 +60,6 @@ _BLOBS = re.compile(
     r"experts/(layer_\d{2,}\.bin|index\.json)"
     r"|packed_experts(_2bit)?/layer_\d{2,}\.bin|model_weights\.bin"
 )
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # A model's folder in the library's cache is this and the id, with "--" for "/".
 _CACHED_MODEL = "models--"
 _DOWNLOADS = 8
@@ -82,13 +86,14 @@ def resolve(
     gguf_file: str | None = None,
 ) -> Path:
     """Return the directory of a checkpoint, or a GGUF file: an existing one, or a download of a hub
-    repository.
+    repository, which :func:`~mlx_moeflux.checkpoint.model_name.parse_model_name` finds by its id or
+    short name.
 
     ``gguf_file``, or the text behind a colon as in ``org/name:Q4_K_M``, chooses one of several GGUF
     models, see :func:`~mlx_moeflux.checkpoint.formats.gguf_files.choose`; of a repository only its
-    files are downloaded. ``revision`` is a branch, tag or commit of the repository. Without a
-    connection the copy in the cache is used. A repository's folder in the cache,
-    ``models--org--name``, means the snapshot of that revision.
+    files are downloaded. ``revision``, or the text behind an @ as in ``org/name@v2``, is a branch,
+    tag or commit of the repository. Without a connection the copy in the cache is used. A
+    repository's folder in the cache, ``models--org--name``, means the snapshot of that revision.
 
     Raises:
         CheckpointError: There is no such directory or repository, the directory holds no model, or
@@ -98,7 +103,7 @@ def resolve(
             beginning of the GGUF file names an architecture that is not read here.
         MemoryBudgetError: The disk is too small.
     """
-    found = _found(os.fspath(path_or_repo_id), revision, gguf_file)
+    found = _found(path_or_repo_id, revision, gguf_file)
     return found if isinstance(found, Path) else _download(found)
 
 
@@ -116,7 +121,7 @@ def resolve_headers(
     Raises:
         CheckpointError, UnsupportedError: As :func:`resolve`.
     """
-    found = _found(os.fspath(path_or_repo_id), revision, gguf_file)
+    found = _found(path_or_repo_id, revision, gguf_file)
     if isinstance(found, Path):
         yield found
     elif found.gguf is None:
@@ -141,21 +146,11 @@ class _Remote(NamedTuple):
     gguf: str | None
 
 
-def split_name(name: str) -> tuple[str, str | None]:
-    """Return a path or hub id, and what stands behind its last colon. A path that exists has no
-    such part."""
-    place, _, chosen = name.rpartition(":")
-    if not place or not chosen or os.path.exists(os.path.expanduser(name)):
-        return name, None
-    return place, chosen
-
-
-def _found(name: str, revision: str | None, gguf_file: str | None) -> Path | _Remote:
+def _found(
+    name: str | os.PathLike[str], revision: str | None, gguf_file: str | None
+) -> Path | _Remote:
     """Return the directory or GGUF file on this machine, or what has to come from the hub."""
-    place, chosen = split_name(name)
-    if chosen is not None and gguf_file is not None:
-        raise InputError(f"{name} chooses {chosen!r} already; leave out gguf_file.")
-    chosen = gguf_file if chosen is None else chosen
+    place, revision, chosen = parse_model_name(name, revision=revision, gguf_file=gguf_file)
     expanded = os.path.expanduser(place)
     path = Path(expanded)
     if os.path.isdir(expanded):
@@ -173,10 +168,6 @@ def _found(name: str, revision: str | None, gguf_file: str | None) -> Path | _Re
         return gguf
     if os.path.exists(expanded):
         raise CheckpointError(f"{place} is a file; pass the directory that holds the checkpoint.")
-    if not _REPO_ID.fullmatch(place):
-        raise CheckpointError(
-            f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
-        )
     return _ask(place, revision, chosen)
 
 
@@ -483,11 +474,9 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _check_disk(remote: _Remote) -> None:
     """Say on stderr what has to come, and check that the disk holds it."""
-    from huggingface_hub import constants
-
     needed = sum(remote.sizes[name] for name in remote.missing)
-    cache = Path(constants.HF_HUB_CACHE)
-    free = shutil.disk_usage(_existing(cache)).free
+    cache = download_folder()
+    free = shutil.disk_usage(nearest_existing(cache)).free
     sys.stderr.write(
         f"{remote.repo_id}: {len(remote.missing)} of {len(remote.sizes)} files to download,"
         f" {format_size(needed)}, to {cache} ({format_size(free)} free)\n"
@@ -495,15 +484,14 @@ def _check_disk(remote: _Remote) -> None:
     if needed > free:
         raise MemoryBudgetError(
             f"Downloading {remote.repo_id} needs {format_size(needed)}, but {cache} has"
-            f" {format_size(free)} free; make room or set HF_HUB_CACHE to another disk."
+            f" {format_size(free)} free; 'hf cache ls' lists models, 'hf cache rm model/ORG/NAME'"
+            " removes one, and HF_HUB_CACHE may be on another disk."
         )
 
 
 def _cached(repo_id: str, revision: str | None, chosen: str | None, offline: Exception) -> Path:
     """Return the copy in the cache, or its GGUF file; opening it says if files are missing."""
-    from huggingface_hub import constants
-
-    found = _snapshot(repo_id, revision, cache=Path(constants.HF_HUB_CACHE))
+    found = _snapshot(repo_id, revision, cache=download_folder())
     if found is not None:
         place = f"{repo_id} in the cache (the hub cannot be reached)"
         gguf = find_gguf(found, chosen, place=place)
@@ -561,6 +549,8 @@ def _reason(cause: Exception) -> str:
     return text.rstrip(".") if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
 
 
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(p for p in (path, *path.parents) if p.exists())
+def download_folder() -> Path:
+    """Return the folder that downloads go to; it may not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)

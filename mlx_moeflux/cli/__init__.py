@@ -27,6 +27,7 @@ COMMANDS = {
     "check": "compare stock operations and kernels with exact results on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
     "trace": "draw or replay what generate --trace wrote",
+    "models": "list the known models that run on this machine",
     "plan": "predict whether a model fits and how fast it can be",
     "tune": "find the memory and threads that suit this machine",
     "compare-quality": "compare a lossy option with the exact model",

@@ -11,7 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.common import RANKS, add_load_arguments, leads, refuse, silence
+from mlx_moeflux.cli.common import (
+    RANKS,
+    add_load_arguments,
+    add_model_arguments,
+    leads,
+    refuse,
+    silence,
+)
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, trace_file
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading.options import LoadOptions
@@ -27,7 +34,7 @@ LOADED = ("experts_per_token", "max_context", "strict_config", *RANKS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--prompt-tokens", "-p", type=int, default=512, help="default %(default)s")
     add("--generation-tokens", "-g", type=int, default=1024, help="default %(default)s")
     add("--batch-size", "-b", type=_counts, default=(1,), metavar="N,...", help="default 1")
@@ -141,7 +148,10 @@ def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
             if getattr(args, flag) is not None:
                 raise InputError(f"--{flag.replace('_', '-')} needs --synthetic.")
         name = Path(args.model).name if args.model else "the bundled model"
-        yield resolve(args.model or BUNDLED_MODEL, gguf_file=args.gguf_file), name
+        yield (
+            resolve(args.model or BUNDLED_MODEL, revision=args.revision, gguf_file=args.gguf_file),
+            name,
+        )
         return
     if args.model is not None:
         raise InputError("give either --model or --synthetic.")

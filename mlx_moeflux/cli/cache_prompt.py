@@ -8,6 +8,7 @@ import sys
 from mlx_moeflux.cli.common import (
     LOADING,
     add_load_arguments,
+    add_model_arguments,
     add_stats_arguments,
     load_options,
     read_prompt,
@@ -21,7 +22,7 @@ REFUSED = ("--adapter-path", "--max-kv-size", "--quantized-kv-start", "--trust-r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--prompt", required=True, help="text, or - for standard input")
     add("--prompt-cache-file", required=True, metavar="FILE", help="file to write")
     add("--eos-token", help="end of the sequence, for the template")
@@ -33,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
+    from mlx_moeflux.checkpoint.model_name import parse_model_name
     from mlx_moeflux.generation import text
 
     settings = {"eos_token": args.eos_token} if args.eos_token else {}
     model, tokenizer = loading.load(
         args.model or loading.BUNDLED_MODEL,
         tokenizer_config=settings,
+        revision=args.revision,
         **load_options(args),
         verbose=True,
     )
@@ -60,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
                 prefill_step_size=args.prefill_step_size,
                 prompt_progress_callback=bar.update,
             )
-        chosen = f":{args.gguf_file}" if args.gguf_file else ""
-        notes = {"model": f"{args.model}{chosen}"} if args.model else {}
+        notes = {}
+        if args.model:
+            name = parse_model_name(args.model, revision=args.revision, gguf_file=args.gguf_file)
+            notes = {"model": str(name)}
         size = state.save(args.prompt_cache_file, notes=notes)
         if args.stats:
             print(stats_table(last.experts, model, details=args.details), file=sys.stderr)

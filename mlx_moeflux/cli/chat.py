@@ -21,8 +21,10 @@ from mlx_moeflux.cli.common import (
     RANKS,
     add_cache_arguments,
     add_load_arguments,
+    add_model_arguments,
     add_sampling_arguments,
     add_stats_arguments,
+    hint_speed,
     kept_by_xtc,
     load_options,
     prompt_cache,
@@ -58,7 +60,7 @@ ROLES = ("system", "user", "assistant")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--system-prompt", help="system message")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
     add("--max-tokens", "-m", type=int, default=256, help="of a reply, default %(default)s")
@@ -87,9 +89,13 @@ def run(args: argparse.Namespace) -> int:
     options = template_options(args)
     _check(args)
     model, tokenizer = loading.load(
-        args.model or loading.BUNDLED_MODEL, **load_options(args), verbose=True
+        args.model or loading.BUNDLED_MODEL,
+        revision=args.revision,
+        **load_options(args),
+        verbose=True,
     )
     quiet_unless_first(model)
+    hint_speed(model)
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
         frontend = make_frontend(args, quiet=not model.leads)

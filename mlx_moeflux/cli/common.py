@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
@@ -17,6 +18,9 @@ from mlx_moeflux.loading.options import FLAGS, LoadOptions
 # starts on several machines.
 LOADING = tuple(name for name, flag in FLAGS.items() if not flag.ranks)
 RANKS = tuple(name for name, flag in FLAGS.items() if flag.ranks)
+
+# What a model may be named by, in a help text.
+MODEL = "directory, Hugging Face id or short name"
 
 # Flags of mlx-lm that are refused -> reason.
 REFUSED = {
@@ -77,6 +81,47 @@ def add_sampling_arguments(
         parser.add_argument(
             flag, type=kind, default=default, help="; ".join(part for part in parts if part)
         )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and ``--revision``."""
+    parser.add_argument("--model", help=f"{MODEL} (default: the bundled model)")
+    add_revision_argument(parser)
+
+
+def add_revision_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--revision``."""
+    parser.add_argument("--revision", help="branch, tag or commit on the hub; or MODEL@REVISION")
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :func:`machine_memory` and :func:`machine_rates`."""
+    add = parser.add_argument
+    add("--memory", help="of the machine, such as 32GB (default: this one's)")
+    add("--ssd-gbps", type=float, help="GB/s (default: measured once on this machine)")
+    add("--memory-gbps", type=float, help="GB/s (default: those of this machine's chip)")
+
+
+def machine_memory(args: argparse.Namespace) -> Any:
+    """Return the amount of ``--memory``, or measure this machine's."""
+    from mlx_moeflux.experts.budget import measure_memory
+
+    return args.memory or measure_memory()
+
+
+def machine_rates(args: argparse.Namespace, place: Path) -> Any:
+    """Return the given or measured bandwidths; the disk is that of `place`."""
+    from mlx_moeflux.measure.rates import find_rates
+
+    return find_rates(place, memory_gbps=args.memory_gbps, ssd_gbps=args.ssd_gbps)
+
+
+def hint_speed(model: Any) -> None:
+    """Say which speed to expect, at the first run of a model from a disk."""
+    from mlx_moeflux.measure.first_run import first_run_hint
+
+    if model.leads and (line := first_run_hint(model)):
+        print(line, file=sys.stderr)
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:

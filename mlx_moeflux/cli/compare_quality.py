@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.common import add_load_arguments
+from mlx_moeflux.cli.common import add_load_arguments, add_model_arguments
 from mlx_moeflux.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--experts-per-token", type=int, help="fewer experts a token")
     add("--bits", type=int, help="a temporary copy quantised to this many bits")
     add("--other", help="another copy of the model, such as a 2-bit one")
@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("choose an option: --experts-per-token, --bits or --other.")
     if args.bits is not None and args.other is not None:
         raise InputError("choose --bits or --other: each is the lossy model.")
-    model = resolve(args.model or loading.BUNDLED_MODEL, gguf_file=args.gguf_file)
+    model = resolve(
+        args.model or loading.BUNDLED_MODEL, revision=args.revision, gguf_file=args.gguf_file
+    )
     with tempfile.TemporaryDirectory() as folder:
         lossy = args.other or model
         if args.bits is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli.common import add_load_arguments, refuse
+from mlx_moeflux.cli.common import MODEL, add_load_arguments, add_revision_argument, refuse
 from mlx_moeflux.cli.messages import Bar
 
 REFUSED = {
@@ -17,7 +17,8 @@ REFUSED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", "--hf-path", required=True, help="directory or Hugging Face id")
+    add("--model", "--hf-path", required=True, help=MODEL)
+    add_revision_argument(parser)
     add("--mlx-path", "--out", default="mlx_model", help="directory to write, default %(default)s")
     add("--layout", choices=["packed", "safetensors"], default="packed", help="default %(default)s")
     add("-q", "--quantize", action="store_true", help="quantise float weights")
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             verify_written=args.verify,
             strict_config=args.strict_config,
+            revision=args.revision,
             gguf_file=args.gguf_file,
             shard=args.shard,
             placement=args.placement,

@@ -6,7 +6,13 @@ import argparse
 import sys
 from unittest import mock
 
-from mlx_moeflux.cli.common import LOADING, add_load_arguments, load_options, refuse
+from mlx_moeflux.cli.common import (
+    LOADING,
+    add_load_arguments,
+    add_model_arguments,
+    load_options,
+    refuse,
+)
 from mlx_moeflux.errors import UnsupportedError
 
 # Flags that mlx-lm's program reads itself, with its own defaults.
@@ -18,7 +24,7 @@ SWITCHES += ("--confirm-run-unsafe-code",)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--tasks", nargs="+", required=True, help="names of lm-evaluation-harness")
     for flag in PASSED:
         add(flag, help="see mlx_lm.evaluate")
@@ -30,14 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
+    from mlx_moeflux.checkpoint.hub import resolve
+    from mlx_moeflux.checkpoint.model_name import parse_model_name
     from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
 
+    name = parse_model_name(
+        args.model or loading.BUNDLED_MODEL, revision=args.revision, gguf_file=args.gguf_file
+    )
+    args.gguf_file = name.chosen
     register_with_mlx_lm(**load_options(args), verbose=True)
     try:
         from mlx_lm import evaluate
     except ImportError as error:
         raise UnsupportedError(f"evaluate needs lm-eval ({error}); pip install lm-eval.") from error
-    given = ["mlx_moeflux.evaluate", "--model", str(args.model or loading.BUNDLED_MODEL)]
+    # mlx-lm takes a path or an id, and no revision.
+    model = name.place
+    if name.revision is not None:
+        model = resolve(name.place, revision=name.revision)
+    given = ["mlx_moeflux.evaluate", "--model", str(model)]
     given += ["--tasks", *args.tasks]
     for flag in PASSED:
         value = getattr(args, flag[2:].replace("-", "_"))

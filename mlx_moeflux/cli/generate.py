@@ -15,8 +15,10 @@ from mlx_moeflux.cli.common import (
     SAMPLING,
     add_cache_arguments,
     add_load_arguments,
+    add_model_arguments,
     add_sampling_arguments,
     add_stats_arguments,
+    hint_speed,
     kept_by_xtc,
     load_options,
     prompt_cache,
@@ -35,7 +37,7 @@ DEFAULT_PROMPT = "def binary_search(items, target):\n"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--prompt", "-p", help="text, or - for standard input")
     add("--max-tokens", "-m", type=int, default=100, help="default %(default)s; -1: no limit")
     add("--system-prompt", help="system message, where there is a chat template")
@@ -75,8 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prompt_cache and args.prompt_cache_file:
         raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
-    model, tokenizer = loading.load(_model_of(args), **load_options(args), verbose=True)
+    model, tokenizer = loading.load(
+        _model_of(args), revision=args.revision, **load_options(args), verbose=True
+    )
     quiet_unless_first(model)
+    hint_speed(model)
     traced = args.trace and model.leads
     tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_moeflux.cli.common import (
     LOADING,
     add_load_arguments,
+    add_model_arguments,
     add_stats_arguments,
     load_options,
     refuse,
@@ -20,7 +21,7 @@ from mlx_moeflux.errors import InputError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--data-path", required=True, metavar="FILE", help="text in UTF-8")
     add("--batch-size", type=int, default=8, help="sequences a call, default %(default)s")
     add("--sequence-length", type=int, default=512, help="tokens, default %(default)s")
@@ -44,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{args.data_path} cannot be read ({error}); give a text file.") from None
     model, tokenizer = loading.load(
-        args.model or loading.BUNDLED_MODEL, **load_options(args), verbose=True
+        args.model or loading.BUNDLED_MODEL,
+        revision=args.revision,
+        **load_options(args),
+        verbose=True,
     )
     with model:
         ids = tokenizer.encode(text)

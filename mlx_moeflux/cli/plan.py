@@ -5,37 +5,38 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from mlx_moeflux.cli.common import add_load_arguments
+from mlx_moeflux.checkpoint.model_name import parse_model_name
+from mlx_moeflux.cli.common import (
+    MODEL,
+    add_load_arguments,
+    add_machine_arguments,
+    add_revision_argument,
+    machine_memory,
+    machine_rates,
+)
 from mlx_moeflux.distributed.placement import parse_memory
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
-from mlx_moeflux.measure.plan import (
-    MEMORY_GBPS,
-    SSD_GBPS,
-    ModelPlan,
-    Sizes,
-    open_sizes,
-    plan_model,
-)
+from mlx_moeflux.measure.plan import ModelPlan, Sizes, open_sizes, plan_model
 from mlx_moeflux.measure.plan_machines import Link, MachinesPlan, plan_machines
+from mlx_moeflux.measure.rates import Rates
 
 NEEDS_MLX = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help="directory or Hugging Face id, of which only headers are read")
-    add("--memory", help="of the machine, such as 32GB (default: this one's)")
+    add("model", help=f"{MODEL}, of which only headers are read")
+    add_machine_arguments(parser)
     add("--machines", metavar="SIZE,...", help="memory of several, such as 16GB,32GB")
     add("--link", metavar="SPEED", help="between --machines, such as 2.5GB/s")
     add("--link-latency", type=float, default=0.1, help="ms a message, default %(default)s")
     add_load_arguments(parser, "expert_memory", "row_memory")
     add("--context", type=int, default=8192, help="positions, default %(default)s")
     add("--bits", type=int, help="as if converted to so many bits")
-    add("--ssd-gbps", type=float, default=SSD_GBPS, help="default %(default)s GB/s")
-    add("--memory-gbps", type=float, default=MEMORY_GBPS, help="default %(default)s GB/s")
-    add("--revision", help="branch, tag or commit on the hub")
+    add_revision_argument(parser)
     add_load_arguments(parser, "gguf_file")
     add("--json", action="store_true", help="numbers instead of text")
 
@@ -50,30 +51,39 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         bits=args.bits,
     )
-    plan = _machines(args, sizes) if args.machines else _machine(args, sizes)
+    rates = machine_rates(args, _place(args.model))
+    plan = _machines(args, sizes, rates) if args.machines else _machine(args, sizes, rates)
     if args.json:
-        json.dump(plan.as_dict(), sys.stdout, indent=2)
+        json.dump(plan.as_dict() | rates._asdict(), sys.stdout, indent=2)
         print()
     else:
-        print(plan)
+        print(f"{plan}\n{'rates':8} {rates}")
     return 0
 
 
-def _machine(args: argparse.Namespace, sizes: Sizes) -> ModelPlan:
+def _place(model: str) -> Path:
+    """Return where the model's files are, or will be."""
+    from mlx_moeflux.checkpoint.hub import download_folder
+
+    name = parse_model_name(model)
+    return Path(name.place).expanduser() if name.is_path else download_folder()
+
+
+def _machine(args: argparse.Namespace, sizes: Sizes, rates: Rates) -> ModelPlan:
     if args.link:
         raise InputError("--link needs --machines, the memory of each.")
     return plan_model(
         args.model,
         sizes,
-        memory=args.memory or _measured(),
+        memory=machine_memory(args),
         expert_memory=args.expert_memory,
         row_memory=args.row_memory,
-        ssd_gbps=args.ssd_gbps,
-        memory_gbps=args.memory_gbps,
+        ssd_gbps=rates.ssd_gbps,
+        memory_gbps=rates.memory_gbps,
     )
 
 
-def _machines(args: argparse.Namespace, sizes: Sizes) -> MachinesPlan:
+def _machines(args: argparse.Namespace, sizes: Sizes, rates: Rates) -> MachinesPlan:
     if args.memory or args.expert_memory != "auto" or not args.link:
         raise InputError("--machines needs --link, and excludes --memory and --expert-memory.")
     speed = parse_budget(args.link.removesuffix("/s"), 0)
@@ -84,12 +94,6 @@ def _machines(args: argparse.Namespace, sizes: Sizes) -> MachinesPlan:
         sizes,
         memories=parse_memory(args.machines),
         link=Link(speed, args.link_latency / 1e3),
-        ssd_gbps=args.ssd_gbps,
-        memory_gbps=args.memory_gbps,
+        ssd_gbps=rates.ssd_gbps,
+        memory_gbps=rates.memory_gbps,
     )
-
-
-def _measured():
-    from mlx_moeflux.experts.budget import measure_memory
-
-    return measure_memory()

@@ -7,12 +7,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlx_moeflux.cli.common import add_load_arguments
+from mlx_moeflux.cli.common import add_load_arguments, add_revision_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="also measure this checkpoint, instead of a synthetic one")
+    add_revision_argument(parser)
     add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
     add("--seconds", type=float, default=600, help="for everything, default %(default)s")
     add_load_arguments(parser, "gguf_file", "strict_config")
@@ -29,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.seconds > 0:
         raise InputError("--seconds must be positive.")
     files = check_outputs(Path(args.out).absolute())
-    model = None if args.model is None else str(resolve(args.model, gguf_file=args.gguf_file))
+    model = None
+    if args.model is not None:
+        model = str(resolve(args.model, revision=args.revision, gguf_file=args.gguf_file))
     with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
         folder = Path(name)
         chosen = steps(folder, model, strict_config=args.strict_config)

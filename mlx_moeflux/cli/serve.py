@@ -19,7 +19,9 @@ from mlx_moeflux.cli.common import (
     RANKS,
     add_cache_arguments,
     add_load_arguments,
+    add_model_arguments,
     add_sampling_arguments,
+    hint_speed,
     json_object,
     leads,
     load_options,
@@ -38,7 +40,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add("--host", default="127.0.0.1", help="default %(default)s: this machine alone")
     add("--port", type=int, default=8080, help="default %(default)s; 0: any that is free")
     add("--api-key", help=f"key that requests must have (default: ${KEY_VARIABLE})")
@@ -104,7 +106,10 @@ def run(args: argparse.Namespace) -> int:
     if args.distributed and not leads():
         return _follow(args, path)
     with listen(args.host, args.port) as bound, _prompt_cache(args) as states:
-        model, tokenizer = loading.load(path, **load_options(args), verbose=True)
+        model, tokenizer = loading.load(
+            path, revision=args.revision, **load_options(args), verbose=True
+        )
+        hint_speed(model)
         with model, states:
             _set_template(tokenizer, template)
             engine_options = _for_model(engine_options, model)
@@ -124,7 +129,7 @@ def _follow(args: argparse.Namespace, path: Any) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
     with _prompt_cache(args) as states:
-        model, _ = loading.load(path, **load_options(args), verbose=True)
+        model, _ = loading.load(path, revision=args.revision, **load_options(args), verbose=True)
         with model, states:
             follow(model, states)
     return 0
@@ -226,17 +231,17 @@ def _set_template(tokenizer: Any, template: str | None) -> None:
 def _name(args: argparse.Namespace, path: Any) -> str:
     """Return the model's id in replies: `org/name` of the hub, or its folder's own name, and no
     path of this machine."""
-    from mlx_moeflux.checkpoint.hub import split_name
+    from mlx_moeflux.checkpoint.model_name import parse_model_name
 
     given: str | None = args.model_name
     if given is not None:
         if not given.strip() or not given.isprintable():
             raise InputError(f"--model-name is {given!r}; give a name.")
         return given
-    place, chosen = split_name(os.fspath(path))
-    folder, tag = Path(os.path.expanduser(place)), f":{chosen}" if chosen else ""
-    if not folder.exists():
-        return str(path)
+    name = parse_model_name(path)
+    folder, tag = Path(os.path.expanduser(name.place)), f":{name.chosen}" if name.chosen else ""
+    if not name.is_path:
+        return str(name)
     for part in folder.resolve().parts:
         if part.startswith("models--"):  # the hub's cache
             return part.removeprefix("models--").replace("--", "/", 1) + tag

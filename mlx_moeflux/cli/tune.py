@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from mlx_moeflux.cli.common import add_load_arguments, load_options
+from mlx_moeflux.cli.common import add_load_arguments, add_model_arguments, load_options
 from mlx_moeflux.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add_model_arguments(parser)
     add(
         "--out",
         help="file to write, for --tuning, default tuning.json; with --kernels for "
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if not Path(out).absolute().parent.is_dir():
         raise InputError(f"{out} cannot be written: there is no such directory.")
     result = tune(
-        resolve(args.model or BUNDLED_MODEL, gguf_file=args.gguf_file),
+        resolve(args.model or BUNDLED_MODEL, revision=args.revision, gguf_file=args.gguf_file),
         budgets=args.budgets,
         tokens=args.tokens,
         repeats=args.repeats,
@@ -76,7 +76,13 @@ def _run_kernels(args: argparse.Namespace) -> int:
     calls = None
     if args.model is not None:
         memory = args.budgets[0] if args.budgets else "auto"
-        model, _ = load(args.model, **load_options(args), expert_memory=memory, verbose=True)
+        model, _ = load(
+            args.model,
+            revision=args.revision,
+            **load_options(args),
+            expert_memory=memory,
+            verbose=True,
+        )
         calls = calls_of(model)
         del model
     table = tune(args.kernels, calls=calls, report=report)

@@ -74,10 +74,16 @@ class Sizes:
         return sum(self.blocks.values()) * self.experts_per_token
 
 
-def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | None = None) -> Sizes:
+def measure_sizes(
+    checkpoint: Checkpoint,
+    *,
+    context: int = 8192,
+    bits: int | None = None,
+    group_size: int = GROUP,
+) -> Sizes:
     """Sizes from a checkpoint's config and the headers of its tensors.
 
-    bits: As if the weights were quantised to so many bits in groups of 64.
+    bits: As if the weights were quantised to so many bits in groups of `group_size`.
 
     Raises:
         MoefluxError: One of its kinds; the checkpoint is not one that loads.
@@ -105,15 +111,17 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_tok,
         blocks={
-            layer: _held(tensors, bits) if bits else sum(ref.nbytes for _, ref in tensors)
+            layer: _held(tensors, bits, group_size)
+            if bits
+            else sum(ref.nbytes for _, ref in tensors)
             for layer, tensors in experts.items()
         },
-        trunk_bytes=_held(trunk, bits),
-        embedding_bytes=_held(embedding, bits),
+        trunk_bytes=_held(trunk, bits, group_size),
+        embedding_bytes=_held(embedding, bits, group_size),
         state_bytes=config.state_bytes(context),
         context=context,
         hidden_size=config.hidden_size,
-        table_bytes=_held([t for s in shards for t in s.items()], bits, group=TABLE_GROUP),
+        table_bytes=_held([t for s in shards for t in s.items()], bits, TABLE_GROUP),
         table_rows=sum(shard["weight"].shape[0] for shard in shards),
     )
 
@@ -149,7 +157,7 @@ def open_sizes(
         return measure_sizes(checkpoint, context=context, bits=bits)
 
 
-def _held(tensors: list[tuple[str, TensorRef]], bits: int | None, group: int = GROUP) -> int:
+def _held(tensors: list[tuple[str, TensorRef]], bits: int | None, group: int) -> int:
     """Bytes of tensors by name, as a trunk is held: floats in bfloat16, packed bits as they are."""
     total = 0
     for name, ref in tensors:
@@ -300,8 +308,8 @@ def plan_model(
     )
     slots = min(plan.slots.values())
     needs = sizes.trunk_bytes + row_bytes + sizes.state_bytes + plan.budget_bytes
-    slow, fast, arithmetic = _speeds(
-        sizes, slots, plan.resident, ssd_gbps=ssd_gbps, memory_gbps=memory_gbps
+    slow, fast, arithmetic = speeds(
+        sizes, slots, resident=plan.resident, ssd_gbps=ssd_gbps, memory_gbps=memory_gbps
     )
     return ModelPlan(
         name=name,
@@ -330,9 +338,13 @@ def typical_hit_rate(share: float) -> float:
     return 1.0
 
 
-def _speeds(
-    sizes: Sizes, slots: int, resident: bool, *, ssd_gbps: float, memory_gbps: float
+def speeds(
+    sizes: Sizes, slots: int, *, resident: bool, ssd_gbps: float, memory_gbps: float
 ) -> tuple[float, float, tuple[str, ...]]:
+    """Return tokens per second with the worst and with a typical router, and the arithmetic.
+
+    slots: Of each layer.
+    """
     active = sizes.trunk_bytes - sizes.embedding_bytes + sizes.bytes_per_token
     compute = active / (1e9 * memory_gbps)
     lines = [
@@ -343,19 +355,19 @@ def _speeds(
         return 1 / (2 * compute), 1 / compute, tuple(lines)
     share, layers = slots / sizes.num_experts, len(sizes.blocks)
     reading = sizes.bytes_per_token / (1e9 * ssd_gbps)
-    speeds = []
+    found = []
     for hits, sync, what in (
         (share, max(SYNC_SECONDS), "no preference"),
         (typical_hit_rate(share), min(SYNC_SECONDS), "typical router"),
     ):
         read = (1 - hits) * reading
         seconds = compute + layers * sync + read
-        speeds.append(1 / seconds)
+        found.append(1 / seconds)
         lines.append(
             f"{what}: {100 * hits:.0f} % hits, read {1e3 * read:.0f} ms at {ssd_gbps:g} GB/s + "
             f"sync {1e3 * layers * sync:.0f} ms + compute = {1e3 * seconds:.0f} ms"
         )
-    return speeds[0], speeds[1], tuple(lines)
+    return found[0], found[1], tuple(lines)
 
 
 def short(number: float) -> str:

@@ -458,7 +458,7 @@ class Reached(Exception):
     ids=lambda words: words[0],
 )
 def test_other_commands_pass_the_choice_on(words, tmp_path, monkeypatch):
-    def reached(path, *, gguf_file):
+    def reached(path, *, revision, gguf_file):
         raise Reached(path, gguf_file)
 
     monkeypatch.setattr(hub, "resolve", reached)

@@ -190,8 +190,33 @@ def test_the_disk_must_hold_what_is_still_missing(cached, spare, fits, hub):
     with pytest.raises(MemoryBudgetError) as caught:
         resolve("org/name")
     free = f"has {hub.free / 1e9:.1f} GB free"
-    one_sentence(str(caught.value), f"needs {missing / 1e9:.1f} GB", free, "HF_HUB_CACHE")
+    mend = "'hf cache rm model/ORG/NAME'"
+    one_sentence(str(caught.value), f"needs {missing / 1e9:.1f} GB", free, mend, "HF_HUB_CACHE")
     assert hub.asked == []
+
+
+def test_finished_files_are_not_asked_for_again(hub):
+    hub.cached = set(NEEDED[:3])
+    assert resolve("org/name") == hub.snapshot
+    assert sorted(hub.asked) == sorted((name, "c0ffee") for name in NEEDED[3:])
+    hub.asked.clear()
+    assert resolve("org/name") == hub.snapshot
+    assert hub.asked == []
+
+
+def test_a_short_name_and_a_revision_in_a_name_reach_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, ask = [], huggingface_hub.HfApi.model_info
+
+    def model_info(self, repo_id, *, revision=None, **options):
+        names.append((repo_id, revision))
+        return ask(self, repo_id, revision=revision, **options)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    for name in ("qwen3.6", "qwen3.6@v2", "org/name@v2"):
+        assert resolve(name) == hub.snapshot
+    mlx = "mlx-community/Qwen3.6-35B-A3B-4bit"
+    assert names == [(mlx, None), (mlx, "v2"), ("org/name", "v2")]
 
 
 def test_a_repository_without_weights_is_refused(hub):

@@ -16,6 +16,7 @@ from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main, script
 from mlx_moeflux.cli.common import REFUSED
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.generation import text
@@ -82,6 +83,7 @@ OPTIONS = {
         --gguf-file --memory-gbps --revision --ssd-gbps
         --row-memory
     """,
+    "models": "--json --memory --memory-gbps --ssd-gbps",
     "perplexity": """
         --batch-size --data-path --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
@@ -116,11 +118,41 @@ OPTIONS = {
     """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
-# Commands that choose one of several GGUF models and refuse an unknown key of config.json.
+# Commands that take a revision, choose one of several GGUF models and refuse an unknown key of
+# config.json.
 STRICT = (
     "generate", "chat", "serve", "cache_prompt", "convert", "perplexity", "evaluate", "report",
     "tune", "compare-quality", "benchmark",
 )  # fmt: skip
+
+
+# Command -> what it needs beside a model.
+WITH_A_MODEL = {
+    "generate": [], "chat": [], "serve": ["--port", "0"], "benchmark": [], "report": [], "tune": [],
+    "cache_prompt": ["--prompt", "a", "--prompt-cache-file", "file"],
+    "convert": ["--out", "out"],
+    "perplexity": ["--data-path", str(Path(__file__))],
+    "compare-quality": ["--bits", "4"],
+    "plan": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WITH_A_MODEL)
+@pytest.mark.parametrize("by", ["option", "name"])
+def test_the_revision_reaches_the_hub(command, by, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def ask(*question):
+        asked.append(question)
+        raise InputError("asked.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mlx_moeflux.checkpoint.hub._ask", ask)
+    name = ["qwen3.6@v2"] if by == "name" else ["qwen3.6", "--revision", "v2"]
+    model = name if command == "plan" else ["--model", *name]
+    assert main([command, *model, *WITH_A_MODEL[command]]) == 1
+    assert capsys.readouterr().err.endswith("error: asked.\n")
+    assert asked == [("mlx-community/Qwen3.6-35B-A3B-4bit", "v2", None)]
 
 
 def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
@@ -140,7 +172,7 @@ def test_options_are_frozen(command):
     parser = argparse.ArgumentParser(add_help=False)
     command_module(command).add_arguments(parser)
     found = {name for action in parser._actions for name in action.option_strings}
-    strict = {"--gguf-file", "--no-strict-config"} if command in STRICT else set()
+    strict = {"--revision", "--gguf-file", "--no-strict-config"} if command in STRICT else set()
     assert found == set(OPTIONS[command].split()) | strict
 
 

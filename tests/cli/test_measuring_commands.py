@@ -62,6 +62,9 @@ def test_version_policies_traces_and_plans_need_no_back_end(tmp_path):
     done = run_without_mlx("plan", str(BUNDLED_MODEL), "--memory", "16GB")
     assert done.returncode == 0, done.stderr
     assert "verdict  resident" in done.stdout
+    done = run_without_mlx("models", "--memory", "16GB")
+    assert done.returncode == 0, done.stderr
+    assert "streams" in done.stdout
 
 
 def test_a_command_that_needs_a_back_end_says_so_in_one_line():
@@ -147,6 +150,23 @@ def test_evaluate_runs_the_program_of_mlx_lm_on_our_model(monkeypatch):
     (slots, passed), *_ = found
     assert set(slots.values()) == {16}
     assert passed == ["--tasks", "a", "b", "--limit", "3", "--apply-chat-template"]
+
+
+@pytest.mark.usefixtures("stock_loader")
+def test_evaluate_gives_mlx_lm_an_id_or_a_folder(monkeypatch, tmp_path):
+    found = []
+    stub = types.ModuleType("mlx_lm.evaluate")
+    stub.main = lambda: found.append(sys.argv[sys.argv.index("--model") + 1])
+    monkeypatch.setitem(sys.modules, "mlx_lm.evaluate", stub)
+    monkeypatch.setattr(mlx_lm, "evaluate", stub, raising=False)
+    monkeypatch.setattr(
+        "mlx_moeflux.checkpoint.hub.resolve", lambda name, *, revision: tmp_path / name / revision
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen3.6", "org/name", "org/name@v2"):
+        assert main(["evaluate", "--model", name, "--tasks", "a"]) == 0
+    mlx = "mlx-community/Qwen3.6-35B-A3B-4bit"
+    assert found == [mlx, "org/name", str(tmp_path / "org/name/v2")]
 
 
 def test_safe_reaches_the_model(capsys):

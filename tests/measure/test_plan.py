@@ -221,8 +221,10 @@ def test_the_hub_is_asked_for_headers_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     assert open_sizes("org/name", revision="x") == sizes_of(config, tensors)
     assert asked == [("org/name", "c0ffee")]
-    assert main(["plan", "org/name", "--memory", "32GB", "--json"]) == 0
+    rates = ["--ssd-gbps", "3", "--memory-gbps", "100"]
+    assert main(["plan", "org/name", "--memory", "32GB", "--json", *rates]) == 0
     data = json.loads(capsys.readouterr().out)
+    assert data["memory_source"] == data["ssd_source"] == "given"
     assert data["sizes"]["expert_bytes"] == 18_119_393_280
     assert data["slow"] < data["fast"]
     failure.append(errors.NotASafetensorsRepoError("none"))

@@ -223,8 +223,9 @@ def test_a_models_id_is_no_path(tmp_path, monkeypatch, folder, name):
 
 
 def test_a_models_id_is_that_of_the_hub_or_the_one_given():
-    for name in ("org/name", "org/name:Q4_K_M"):
+    for name in ("org/name", "org/name:Q4_K_M", "org/name@v2:Q4_K_M"):
         assert serve._name(_parsed(), name) == name
+    assert serve._name(_parsed(), "gpt-oss-120b") == "openai/gpt-oss-120b"
     assert serve._name(_parsed(), BUNDLED_MODEL) == "tiny"
     assert serve._name(_parsed("--model-name", "my-model"), "org/name") == "my-model"
 

@@ -1,0 +1,144 @@
+"""Oracles: the layouts of tests/published, public sizes of downloads, and plans of one model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlx_moeflux.checkpoint.catalogue import FILE, KnownModel, catalogue
+from mlx_moeflux.cli import main
+from mlx_moeflux.conversion.convert import convert
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.measure import models
+from mlx_moeflux.measure.models import KINDS, known_sizes, rank_models
+from mlx_moeflux.measure.plan import open_sizes, plan_model
+from mlx_moeflux.measure.rates import Rates
+from mlx_moeflux.models import MODEL_TYPES
+from tools.catalogue import as_entry, filled, sizes_of_layout
+
+ENTRIES = {entry["name"]: entry for entry in json.loads(FILE.read_text())["models"]}
+# Layouts of tens of thousands of tensors take a second.
+MANY = ("qwen3-coder-next", "minimax-m2.7", "deepseek-v3.2", "glm-5.2", "kimi-k2.6")
+MANY += ("glm-4.6", "qwen3-coder-480b", "gpt-oss-120b", "qwen3-coder-30b")
+MAC = Rates(400, "Apple M3 Max", 5, "measured today")
+FLAGS = ("--ssd-gbps", "5", "--memory-gbps", "400")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MANY)) for name in ENTRIES]
+)
+def test_sizes_are_those_of_the_layout(name):
+    """What ``python -m tools.catalogue`` writes is what lies there."""
+    entry = ENTRIES[name]
+    assert filled(entry) == entry
+    assert entry["sizes"]["model_type"] in MODEL_TYPES
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_downloads_have_the_published_bytes(name):
+    """The weights, and an image tower of up to 1.3 GB. Packed integers are held with the scales
+    and biases of groups of 32, 5 bits of 4.5."""
+    entry, model = ENTRIES[name], catalogue()[name]
+    sizes = known_sizes(model)
+    assert sizes.state_bytes > 0
+    assert sizes.context == 8192
+    weights = sizes.trunk_bytes + sizes.expert_bytes + sizes.table_bytes
+    more = model.download_bytes - weights
+    if name == "kimi-k2.6":
+        more += sizes.expert_bytes // 10
+    assert 0 <= more < 1.5e9
+    assert (entry["download_source"] is None) == (more == 0)
+
+
+def test_a_conversion_has_the_sizes_of_its_layout():
+    """The layout of floats as if converted, against the layout of the conversion."""
+    converted = as_entry(sizes_of_layout("qwen3.5-35b-a3b-4bit"))
+    planned = as_entry(sizes_of_layout("qwen3.5-35b-a3b", bits=4))
+    assert planned["block_bytes"] == converted["block_bytes"]
+    assert planned["trunk_bytes"] == pytest.approx(converted["trunk_bytes"], rel=0.01)
+    # 4 bits and a scale and a bias of 16 bits for 32 weights: 5 bits a weight.
+    flash = as_entry(sizes_of_layout("qwen3.8-flash-next", bits=4, group_size=32))
+    assert flash["block_bytes"] == 3 * 640 * 2560 * 5 // 8
+
+
+def test_an_entry_of_a_checkpoint_has_its_headers_and_files(tmp_path):
+    packed = convert(BUNDLED_MODEL, tmp_path / "packed")
+    (packed / "notes.md").write_text("not downloaded")
+    entry = filled(ENTRIES["qwen3.6"], str(packed))
+    sizes = open_sizes(BUNDLED_MODEL)
+    assert entry["sizes"]["block_bytes"] == sizes.blocks[0]
+    assert entry["sizes"]["layers"] == len(sizes.blocks)
+    files = [f for f in packed.rglob("*") if f.is_file() and f.suffix != ".md"]
+    assert entry["download_bytes"] == sum(f.stat().st_size for f in files if f.name[0] != ".")
+    assert filled(entry) == entry
+
+
+@pytest.mark.parametrize("memory", ["8GB", "16GB", "64GB", "512GB"])
+def test_models_are_ranked_by_how_they_run(memory):
+    found = rank_models(memory, MAC)
+    assert {one.model.name for one in found} == set(ENTRIES)
+    order = [(KINDS.index(one.kind), -one.plan.slow) for one in found]
+    assert order == sorted(order)
+    for one in found:
+        plan = plan_model(
+            one.model.name, known_sizes(one.model), memory=memory, ssd_gbps=5, memory_gbps=400
+        )
+        assert one.plan == plan
+        assert (one.kind == "too large") == (not plan.fits)
+        assert (one.kind == "resident") == (plan.fits and plan.resident)
+        if one.kind in ("streams well", "streams slowly"):
+            assert (one.kind == "streams well") == (plan.slow >= 5)
+        assert one.least_bytes == plan.sizes.bytes_per_token
+    kinds = {one.model.name: one.kind for one in found}
+    assert kinds["gpt-oss-20b"] == (
+        "resident" if memory in ("64GB", "512GB") else kinds["gpt-oss-20b"]
+    )
+    assert kinds["kimi-k2.6"] == ("too large" if memory in ("8GB", "16GB") else "streams slowly")
+
+
+@pytest.mark.parametrize("memory", ["16GB", "64GB", "2GB"])
+def test_the_table_fits_a_terminal(memory, capsys):
+    assert main(["models", "--memory", memory, *FLAGS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1] == "memory 400 GB/s (given), disk 5 GB/s (given)"
+    assert ("expected" in lines[2]) == (memory != "2GB")
+    rows, _, too_large = "\n".join(lines).partition("too large: ")
+    for name in ENTRIES:
+        listed = name in too_large.replace(",", "").split()
+        assert len([line for line in rows.splitlines() if line.split()[0] == name]) == 1 - listed
+    assert "hf cache rm" in lines[-1]
+
+
+def test_numbers_for_programs(capsys):
+    assert main(["models", "--memory", "16GB", "--json", *FLAGS]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["memory_bytes"] == 16e9
+    assert found["machine"]["ssd_source"] == "given"
+    by_name = {model["name"]: model for model in found["models"]}
+    flash = by_name["flash-next"]
+    assert flash["repository"] == "mlx-community/Qwen3.8-Flash-Next-4bit"
+    assert flash["license"] == "qwen-community-1.0"
+    assert flash["download_bytes"] == 111_519_423_247
+    assert flash["expert_bytes"] == 48 * 512 * 3 * 640 * 2560 * 5 // 8
+    slow, fast = flash["expected_tokens_per_second"]
+    assert 0 < slow < fast
+
+
+def test_what_is_unknown_is_a_question_mark(monkeypatch, capsys):
+    known = catalogue()["qwen3.6"]
+    values = {**vars(known), "license": None, "download_bytes": None}
+    monkeypatch.setattr(models, "catalogue", lambda: {"x": KnownModel(**values)})
+    assert main(["models", "--memory", "16GB", *FLAGS]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("qwen3.6")]
+    assert row.split()[-2:] == ["?", "?"]
+
+
+def test_wrong_numbers_are_one_line(capsys):
+    for wrong in (["--memory", "auto"], ["--memory", "much"], ["--ssd-gbps", "nan"]):
+        assert main(["models", "--memory", "16GB", *FLAGS, *wrong]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(InputError):
+        rank_models("16GB", MAC._replace(memory_gbps=0))
