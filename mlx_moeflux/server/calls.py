@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
 from mlx_moeflux.server.json_guard import MOST_DEPTH, ObjectEnd, read_json
-from mlx_moeflux.server.schemas import TEXT, ArgumentsSchema
+from mlx_moeflux.server.schemas import ANY, TEXT, ArgumentsSchema
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Name of a function -> JSON schema of its arguments."""
@@ -223,6 +223,9 @@ def _inner(text: str) -> str:
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION = "<function="
 MINIMAX, MINIMAX_END, INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="'
+DSML = "｜DSML｜"
+DSML_CALLS, DSML_CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+DSML_INVOKE = f'<{DSML}invoke name="'
 DEEPSEEK, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -303,16 +306,40 @@ def parse_glm_call(reader: Reader, tools: Tools) -> Parser:
 def parse_minimax_calls(reader: Reader, tools: Tools) -> Parser:
     """Parse ``<invoke name="name"><parameter name="key">value</parameter></invoke>``, as MiniMax-M2
     writes it."""
-    argument, end = '<parameter name="', "</invoke>"
-    rows = (argument,), (end, INVOKE), (end, MINIMAX_END)
-    while (yield from reader.take(INVOKE, MINIMAX_END, optional=True)) == INVOKE:
+    return _parse_invoked(reader, tools, "", MINIMAX_END, {'">': None})
+
+
+def parse_dsml_calls(reader: Reader, tools: Tools) -> Parser:
+    """Parse the same with ``｜DSML｜`` before the name of each tag and ``string="true"`` or
+    ``"false"`` behind each key, as DeepSeek-V3.2 writes it: a text, or JSON.
+
+    Source: the `encoding_dsv32.py` beside DeepSeek-V3.2, as mlx-lm 0.32.2 has it.
+    """
+    kinds = {'" string="true">': True, '" string="false">': False}
+    return _parse_invoked(reader, tools, DSML, DSML_CALLS_END, kinds)
+
+
+def _parse_invoked(
+    reader: Reader, tools: Tools, prefix: str, last: str, kinds: Mapping[str, bool | None]
+) -> Parser:
+    """Parse calls between ``invoke`` tags up to the mark `last`.
+
+    kinds: Mark behind a key -> whether the value is a text; None leaves it to the schema.
+    """
+    invoke, argument = f'<{prefix}invoke name="', f'<{prefix}parameter name="'
+    end, close = f"</{prefix}invoke>", f"</{prefix}parameter>"
+    rows = (argument,), (end, invoke), (end, last)
+    while (yield from reader.take(invoke, last, optional=True)) == invoke:
         call = _TaggedCall((yield from reader.name('"')), tools)
         yield from reader.take('">')
         while (yield from reader.take(argument, end)) == argument:
             key = yield from reader.name('"')
-            yield from reader.take('">')
-            yield from call.argument(reader, key, "</parameter>", *rows)
+            text = kinds[(yield from reader.take(*kinds))]
+            yield from call.argument(reader, key, close, *rows, text=text)
         yield from call.end()
+
+
+_NO_TEXT = {"type": sorted(ANY - TEXT)}
 
 
 class _TaggedCall:
@@ -329,11 +356,20 @@ class _TaggedCall:
         return self._known and self._schema.required() <= self._keys
 
     def argument(
-        self, reader: Reader, key: str, mark: str, *rows: tuple[str, ...], lines: bool = False
+        self,
+        reader: Reader,
+        key: str,
+        mark: str,
+        *rows: tuple[str, ...],
+        lines: bool = False,
+        text: bool | None = None,
     ) -> Parts:
-        """Read the value of an argument, see :meth:`Reader.value`."""
+        """Read the value of an argument, see :meth:`Reader.value`. text: The call says whether it
+        is a text; None leaves it to the schema, which may also make a text of what is none."""
         schema = self._schema.argument(key)
-        shown = self._schema.types(schema) == TEXT
+        shown = text or self._schema.types(schema) == TEXT
+        if text is False:
+            schema = _NO_TEXT
         head = f"{_json(key)}: "
         begun = CallPart(arguments=", ") if self._keys else CallPart(self._name, "{")
         self._keys.add(key)

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_moeflux.server.calls import GEMMA_QUOTE
 from mlx_moeflux.server.constrain import json_rule, quoted
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.schemas import ANY, ANY_TEXT, TEXT, ArgumentsSchema
+from mlx_moeflux.server.schemas import ANY, ANY_TEXT, TEXT, ArgumentsSchema, only_types
 
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # Keywords of arrays and objects that no rule below enforces.
@@ -78,9 +78,9 @@ def _value(name: str, arguments: ArgumentsSchema, schema: Any, rules: list[str],
         raise RequestError("it is nested too deep, or refers to itself")
     forms = []
     if scalars := types & _SCALARS:
-        forms.append(f"%json {json_rule(arguments.standalone(_only(schema, scalars)))}")
+        forms.append(f"%json {json_rule(arguments.standalone(only_types(schema, scalars)))}")
     if "string" in types:
-        inner, pattern = "text_value", arguments.text_pattern(_only(schema, TEXT), GEMMA_QUOTE)
+        inner, pattern = "text_value", arguments.text_pattern(only_types(schema, TEXT), GEMMA_QUOTE)
         if pattern is not None:
             inner, text = f"{name}_text", f"TEXT_{name}".upper()
             rules.append(f"{inner}[suffix={quoted(GEMMA_QUOTE)}]: {text}")
@@ -145,8 +145,3 @@ def _says_more(arguments: ArgumentsSchema, schema: Any) -> bool:
     """Return True if a schema has more than words about it."""
     words = {"allOf", "title", "description", "default", "examples"}
     return any(part.keys() - words for part in arguments.parts(schema))
-
-
-def _only(schema: Any, types: Iterable[str]) -> dict[str, Any]:
-    """Return a schema of the values of `types` that `schema` allows."""
-    return {"allOf": [schema, {"type": sorted(types)}]}

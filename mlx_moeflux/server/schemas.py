@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -270,6 +270,11 @@ def _own_lists(part: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def _together(how: str, schemas: list[Any]) -> Any:
     return schemas[0] if len(schemas) == 1 else {how: schemas}
+
+
+def only_types(schema: Any, types: Iterable[str]) -> dict[str, Any]:
+    """Return a schema of the values of `types` that `schema` allows."""
+    return {"allOf": [schema, {"type": sorted(types)}]}
 
 
 def text_of(value: Any) -> str:

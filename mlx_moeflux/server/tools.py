@@ -20,6 +20,10 @@ from mlx_moeflux.server.calls import (
     DEEPSEEK,
     DEEPSEEK_CALL,
     DEEPSEEK_END,
+    DSML,
+    DSML_CALLS,
+    DSML_CALLS_END,
+    DSML_INVOKE,
     FUNCTION,
     GEMMA,
     GEMMA_END,
@@ -37,6 +41,7 @@ from mlx_moeflux.server.calls import (
     Reader,
     Tools,
     parse_deepseek_calls,
+    parse_dsml_calls,
     parse_gemma_call,
     parse_glm_call,
     parse_harmony_call,
@@ -48,7 +53,7 @@ from mlx_moeflux.server.calls import (
 from mlx_moeflux.server.constrain import json_rule, quoted
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.marked_arguments import MarkedArguments
-from mlx_moeflux.server.schemas import ANY, ANY_TEXT, ArgumentsSchema
+from mlx_moeflux.server.schemas import ANY, ANY_TEXT, TEXT, ArgumentsSchema, only_types
 
 
 @dataclass(frozen=True)
@@ -74,29 +79,61 @@ class Tags:
         arguments, parts, rules = ArgumentsSchema(schema), [], []
         required = arguments.required()
         for i, (key, value) in enumerate(arguments.arguments().items()):
-            types = arguments.types(value)
-            if "string" in types and types != ANY:
-                try:
-                    pattern = arguments.text_pattern(value, self.end)
-                except RequestError as error:
-                    raise RequestError(f"of the argument '{key[:80]}', {error}") from error
-                inner = "text_value"
-                if pattern is not None:
-                    inner, text = f"{name}_{i}", f"TEXT_{name}_{i}".upper()
-                    rules += [self._text(inner, text), f"{text}: {pattern}"]
-            else:
-                inner = f"%json {json_rule(arguments.standalone(value))} {quoted(self.end)}"
-            part = f"{self.begin(key)} {inner} {self.after}"
+            try:
+                inner = self._value(f"{name}_{i}", key, value, arguments, rules)
+            except RequestError as error:
+                raise RequestError(f"of the argument '{key[:80]}', {error}") from error
+            part = f"{inner} {self.after}"
             parts.append(part if key in required else f"({part})?")
         body = " ".join(parts) or '""'
         return [f"{name}: {body}", *rules]
 
     def shared(self) -> str:
         """Return the Lark rule that all texts without limits share."""
-        return self._text("text_value", f"/{ANY_TEXT}/")
+        return self._suffixed("text_value", f"/{ANY_TEXT}/")
 
-    def _text(self, name: str, body: str) -> str:
+    def _value(
+        self, name: str, key: str, schema: Any, arguments: ArgumentsSchema, rules: list[str]
+    ) -> str:
+        """Return the expression of a value with the tag that opens it; add to `rules`."""
+        types = arguments.types(schema)
+        write = self._text if "string" in types and types != ANY else self._json
+        return f"{self.begin(key)} {write(name, schema, arguments, rules)}"
+
+    def _text(self, name: str, schema: Any, arguments: ArgumentsSchema, rules: list[str]) -> str:
+        pattern = arguments.text_pattern(schema, self.end)
+        if pattern is None:
+            return "text_value"
+        text = f"TEXT_{name}".upper()
+        rules += [self._suffixed(name, text), f"{text}: {pattern}"]
+        return name
+
+    def _json(self, name: str, schema: Any, arguments: ArgumentsSchema, rules: list[str]) -> str:
+        return f"%json {json_rule(arguments.standalone(schema))} {quoted(self.end)}"
+
+    def _suffixed(self, name: str, body: str) -> str:
         return f"{name}[suffix={quoted(self.end)}]: {body}"
+
+
+@dataclass(frozen=True)
+class TypedTags(Tags):
+    """Tags that say which values are texts. begin: Of a text. begin_json: Of every other value."""
+
+    begin_json: Callable[[str], str]
+
+    def _value(
+        self, name: str, key: str, schema: Any, arguments: ArgumentsSchema, rules: list[str]
+    ) -> str:
+        types, forms = arguments.types(schema), []
+        if "string" in types:
+            text = self._text(name, only_types(schema, TEXT), arguments, rules)
+            forms.append(f"{self.begin(key)} {text}")
+        if others := types - TEXT:
+            value = self._json(name, only_types(schema, others), arguments, rules)
+            forms.append(f"{self.begin_json(key)} {value}")
+        if not forms:
+            raise RequestError("it allows no value")
+        return f"({' | '.join(forms)})"
 
 
 @dataclass(frozen=True)
@@ -181,6 +218,25 @@ SYNTAXES: dict[str, ToolSyntax] = {
         ),
         grouped=True,
         bare=(INVOKE,),
+    ),
+    "deepseek_v3.2": ToolSyntax(
+        (DSML, "function_calls>"),
+        DSML_CALLS,
+        DSML_CALLS_END,
+        parse_dsml_calls,
+        lambda name, rule: (
+            f"/\\n?/ {quoted(DSML_INVOKE, name, chr(34), '>', chr(10))} {rule} "
+            f"{quoted('</', DSML, 'invoke>')} /\\n?/"
+        ),
+        tags=TypedTags(
+            lambda key: quoted(f'<{DSML}parameter name="{key}" string="true">'),
+            f"</{DSML}parameter>",
+            '"\\n"',
+            begin_json=lambda key: quoted(f'<{DSML}parameter name="{key}" string="false">'),
+        ),
+        grouped=True,
+        tokens=(DSML,),
+        bare=(DSML_INVOKE,),
     ),
     "harmony": ToolSyntax(
         ("<|channel|>", "<|message|>"),

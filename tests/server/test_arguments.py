@@ -246,3 +246,74 @@ def test_arguments_of_a_schema_that_refers_to_them_are_forced_too(syntax):
         ids = tokenizer.encode(called(syntax, arguments), add_special_tokens=False)
         matcher = grammars._matcher(grammar).deep_copy()
         assert (matcher.try_consume_tokens(ids) == len(ids)) == good
+
+
+def typed(*arguments):
+    """The text of a call of `f` in DSML, of (key, whether it is said to be a text, text)."""
+    inner = "".join(
+        f'<｜DSML｜parameter name="{k}" string="{str(is_text).lower()}">{v}</｜DSML｜parameter>\n'
+        for k, is_text, v in arguments
+    )
+    inner = f'\n<｜DSML｜invoke name="f">\n{inner}</｜DSML｜invoke>\n'
+    return f"<｜DSML｜function_calls>{inner}</｜DSML｜function_calls>"
+
+
+def test_dsml_says_which_arguments_are_texts():
+    properties = {
+        "text": STRING,
+        "count": {"type": "integer"},
+        "maybe": {"type": ["string", "null"]},
+    }
+    text = typed(
+        ("text", False, "3"), ("count", True, "3"), ("maybe", False, "null"),
+        ("other", True, "[1]"), ("word", False, "[1"), ("quoted", False, '"1"'),
+        ("list", False, '["a\\"b", {"c": "d\\n"}]'), ("number", False, "1.50"),
+        ("python", False, "True"), ("maybe2", True, "null"),
+    )  # fmt: skip
+    (call,) = (
+        ToolSplitter(SYNTAXES["deepseek_v3.2"], {"f": {"properties": properties}})
+        .add(text, final=True)
+        .calls
+    )
+    assert json.loads(call.arguments) == {
+        "text": "3", "count": "3", "maybe": None, "other": "[1]", "word": "[1",
+        "list": ['a"b', {"c": "d\n"}], "quoted": "1", "number": 1.5, "python": True,
+        "maybe2": "null",
+    }  # fmt: skip
+
+
+DSML_FORCED = [
+    (STRING, [(True, "a<b\n"), (True, "")], [(False, "a"), (False, '"a"')]),
+    (ref("Size"), [(False, "3")], [(False, "2"), (True, "3")]),
+    (ref("Kind"), [(True, "1"), (True, "2")], [(True, "3"), (False, "1")]),
+    ({"type": ["string", "null"]}, [(True, "a"), (True, "null"), (False, "null")], [(False, "1")]),
+    ({"enum": ["a", 1, None]}, [(True, "a"), (False, "1"), (False, "null")],
+     [(True, "1"), (False, '"a"'), (True, "b")]),
+    ({}, [(True, "a"), (False, "[1]"), (False, "null")], [(False, "a"), (False, '"a"')]),
+    ({"anyOf": [{**STRING, "maxLength": 2}, {"type": "array"}]}, [(True, "ab"), (False, "[]")],
+     [(True, "abc"), (False, "3")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), DSML_FORCED)
+def test_forced_calls_in_dsml_say_which_arguments_are_texts(schema, good, bad):
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    grammars = Grammars(tokenizer, 4096)
+    root = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": DEFS}
+    syntax = SYNTAXES["deepseek_v3.2"]
+    grammar = grammars.lark(calls_grammar(syntax, {"f": root}, many=False))
+    grammars.check(grammar, "tools")
+
+    def allows(is_text, text):
+        ids = tokenizer.encode(typed(("a", is_text, text)), add_special_tokens=False)
+        matcher = grammars._matcher(grammar).deep_copy()
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert [one for one in good if not allows(*one)] == []
+    assert [one for one in bad if allows(*one)] == []
+
+
+def test_an_argument_in_dsml_without_a_value_is_refused_in_one_line():
+    root = {"properties": {"a": {"enum": ["a"], "const": 1}}}
+    with pytest.raises(RequestError, match=r"in 'f', of the argument 'a', it allows no value"):
+        calls_grammar(SYNTAXES["deepseek_v3.2"], {"f": root}, many=False)

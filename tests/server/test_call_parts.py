@@ -10,7 +10,7 @@ import pytest
 from mlx_moeflux.server.assemble import Assembler
 from mlx_moeflux.server.calls import CallPart, whole_calls
 from mlx_moeflux.server.engine import Token
-from mlx_moeflux.server.tools import SYNTAXES, Tags, ToolSplitter
+from mlx_moeflux.server.tools import SYNTAXES, Tags, ToolSplitter, TypedTags
 from tests.server.test_cut_calls import (
     CALLS,
     TOOLS,
@@ -96,6 +96,10 @@ BROKEN = {
                        '<parameter name="path">a</parameter>x</invoke>',
                        '<parameter name="path">a',
                        '<parameter name="path">a</parameter><parameter></invoke>')],
+    "deepseek_v3.2": ['<｜DSML｜function_calls><｜DSML｜invoke name="write"><｜DSML｜parameter '
+                      f'name="path" string="true">a{inner}</｜DSML｜function_calls>'
+                      for inner in ("", "</｜DSML｜parameter>x</｜DSML｜invoke>",
+                                    "</｜DSML｜parameter><｜DSML｜parameter></｜DSML｜invoke>")],
     "deepseek_v3.1": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>write<｜tool▁sep｜>"
                       f"{arguments}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
                       for arguments in ('{"path": "a" b}', '{"path": "\n"}', '{"path": 1e999}')],
@@ -146,7 +150,8 @@ def test_the_parts_of_a_reply_are_its_whole_calls(syntax):
     arguments = {"text": LONG, "count": "12", "any": '{"a": 1}', "kind": "1", "maybe": "null",
                  "list": "[1, 2]", "other": "é"}  # fmt: skip
     want = {**arguments, "count": 12, "any": {"a": 1}, "kind": 1, "maybe": None, "list": [1, 2]}
-    tagged = isinstance(SYNTAXES[syntax].tags, Tags)
+    tags = SYNTAXES[syntax].tags
+    tagged = isinstance(tags, Tags) and not isinstance(tags, TypedTags)
     text, _ = reply(syntax, [("f", arguments if tagged else want)])
     parts = [part for found in pieces(syntax, text, tools=tools) for part in found.calls]
     (streamed,) = whole_calls(parts)

@@ -49,6 +49,18 @@ def minimax(name, arguments):
     return f'<invoke name="{name}">\n{inner}</invoke>\n'
 
 
+def dsml(name, arguments):
+    typed = (
+        (k, "true", v) if isinstance(v, str) else (k, "false", json.dumps(v))
+        for k, v in arguments.items()
+    )
+    inner = "".join(
+        f'<｜DSML｜parameter name="{k}" string="{kind}">{v}</｜DSML｜parameter>\n'
+        for k, kind, v in typed
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{inner}</｜DSML｜invoke>\n'
+
+
 def hermes(name, arguments):
     call = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{call}\n</tool_call>"
@@ -93,6 +105,9 @@ WRITERS = {
     "qwen3_xml": ("", xml, "\n", "", "</tool_call>"),
     "glm4": ("", glm, "\n", "", "</tool_call>"),
     "minimax_m2": ("<minimax:tool_call>\n", minimax, "", "</minimax:tool_call>", "</invoke>"),
+    "deepseek_v3.2": (
+        "<｜DSML｜function_calls>\n", dsml, "", "</｜DSML｜function_calls>", "</｜DSML｜invoke>",
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜>",
         lambda name, arguments: deepseek(name, arguments, "function", "\n```json\n"),
@@ -176,8 +191,8 @@ def check_cuts(syntax, *, cut, single):
         said, found = read(syntax, list(text[:place]) if single else [text[:place]], cut=cut)
         whole = sum(end <= place for end in ends)
         assert found == calls[: len(found)], place
-        # The end of MiniMax's call is certain once something follows.
-        assert whole - (syntax == "minimax_m2") <= len(found), place
+        # The end of an `invoke` is certain once something follows.
+        assert whole - (syntax in ("minimax_m2", "deepseek_v3.2")) <= len(found), place
         if cut:
             assert len(found) <= whole, place
         if not found and syntax != "harmony":

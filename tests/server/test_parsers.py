@@ -92,6 +92,29 @@ PUBLISHED |= {
         "",
         [("weather", {"city": "New <York>", "days": 3, "unit": "C"}), ("now", {})],
     ),
+    "deepseek_v3.2": (
+        'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">New <York>, "NY"\n</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="more" string="false">{"a": [1, "x"], "b": {}}'
+        "</｜DSML｜parameter>\n"
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "I look.",
+        [
+            (
+                "weather",
+                {
+                    "city": 'New <York>, "NY"\n',
+                    "days": 3,
+                    "unit": "C",
+                    "more": {"a": [1, "x"], "b": {}},
+                },
+            ),
+            ("now", {}),
+        ],
+    ),
     "gemma4": (
         'I look.<|tool_call>call:weather{city:<|"|>New {York}, "NY"<|"|>,days:3,unit:<|"|>C<|"|>,'
         'more:{a:[1,true,<|"|>x<|"|>],b:{}}}<tool_call|><|tool_call>call:now{}<tool_call|>',
@@ -121,6 +144,12 @@ BROKEN = {
              "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
     "minimax_m2": ["<minimax:tool_call><invoke name=f></invoke></minimax:tool_call>",
                    "<minimax:tool_call></minimax:tool_call>"],
+    "deepseek_v3.2": [f"<｜DSML｜function_calls>{text}</｜DSML｜function_calls>" for text in (
+                          "", "<｜DSML｜invoke name=f></｜DSML｜invoke>",
+                          '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1'
+                          "</｜DSML｜parameter></｜DSML｜invoke>",
+                          '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1'
+                          "</｜DSML｜invoke>")],
     "gemma4": ["<|tool_call>weather{}<tool_call|>", "<|tool_call>call:f{a}<tool_call|>",
                "<|tool_call>call:f{a:1,a:2}<tool_call|>", "<|tool_call>call:f{a:}<tool_call|>",
                "<|tool_call>call:f{a:" + "[" * 5000 + "<tool_call|>",
@@ -225,8 +254,14 @@ def test_text_without_calls_is_not_held_back():
          """<arg_key>{{ k }}</arg_key>""", "glm4"),
         ("""<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}"""
          """<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>""", "kimi_k2"),
+        # DeepSeek-V3.2's, as llama.cpp spells it.
+        ("""{%- set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}function_calls>"""
+         """<{{ dsml_token }}invoke name="f">""", "deepseek_v3.2"),
+        # Laguna's, its eighth form.
+        ("""{{- '<tool_call>' + function_data.name -}}{{- "<arg_key>" ~ k ~ "</arg_key>" -}}"""
+         """{{- "<arg_value>" -}}{{- v -}}{{- "</arg_value>" -}}""", "glm4"),
         # Families that no model of this package has.
-        ("""{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}invoke name="f">""", None),
+        ("""{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}tool_calls>""", None),
         ("""<seed:tool_call>\n<function=f>\n<parameter=a>""", None),
         ("""{{- '<|tool_call>call:' + name + '{' }}{{- '<|"|>' + argument + '<|"|>' -}}"""
          """{{- '}<tool_call|>' -}}""", "gemma4"),

@@ -12,9 +12,11 @@ import pytest
 from jinja2.sandbox import SecurityError
 
 from mlx_moeflux import generation
+from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import read_body
 from mlx_moeflux.server.protocols import openai_chat
+from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter
 from tests.server.conftest import service_of
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,8 @@ FAMILIES = {
     "gpt-oss-120b": Family("thinking"),
     "Hermes-3": Family(),
     "gemma-4": Family(),
+    "laguna_v2": Family(),
+    "laguna_v8": Family(),
 }
 TOOLS = [
     {"type": "function", "function": {
@@ -161,3 +165,25 @@ def test_prompts_are_those_of_transformers(tiny, monkeypatch, part, files, tools
         return
     service.render(request)
     assert texts[0] == right
+
+
+def test_calls_that_deepseek_v32s_own_encoder_writes_are_read_back():
+    """Its checkpoint has no template but code; mlx-lm has that code."""
+    encoder = pytest.importorskip("mlx_lm.chat_templates.deepseek_v32")
+    arguments = {"path": 'a "b"\n\'c\'', "lines": 3, "deep": {"a": [1, None, {"b": "\n</x>"}]},
+                 "text": '{"a": 1}', "empty": "", "no": False, "é": "ü\\"}  # fmt: skip
+    calls = [call("read", 0, **arguments), call("stop", 1)]
+    turns = [*ASKED, {**CALLED, "content": "Two.", "tool_calls": calls}]
+    text = encoder.encode_messages(turns, tools=TOOLS).rpartition("</think>")[2]
+    text = text.removesuffix(encoder.eos_token)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    for cut in (1, len(text)):
+        splitter = ToolSplitter(SYNTAXES["deepseek_v3.2"], schemas)
+        found = [splitter.add(text[i : i + cut]) for i in range(0, len(text), cut)]
+        found.append(splitter.add("", final=True))
+        assert "".join(one.text for one in found) == "Two."
+        read = whole_calls(part for one in found for part in one.calls)
+        assert [(c.name, json.loads(c.arguments)) for c in read] == [
+            ("read", arguments),
+            ("stop", {}),
+        ]
