@@ -28,6 +28,7 @@ from mlx_moeflux.checkpoint.formats.foreign import (
     check_compressed_tensors,
     check_fp8,
     check_modelopt,
+    check_quark,
 )
 from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
 
@@ -256,6 +257,9 @@ def _without_foreign_method(block: Mapping) -> Mapping:
         return {}
     if method == "modelopt":
         check_modelopt(block)
+        return {}
+    if method == "quark":
+        check_quark(block)
         return {}
     raise UnsupportedError(
         f"quantization_config of config.json has quant_method {method!r}, which cannot be read"

@@ -116,8 +116,8 @@ def entry(dtype: str, array: np.ndarray):
 
 
 def is_quantised_by_them(name: str) -> bool:
-    """Published FP8 and int4 checkpoints leave embeddings, norms, the head and routers alone."""
-    return name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+    """Published checkpoints leave embeddings, norms, the head, routers and indexers alone."""
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight")) and "indexer" not in name
 
 
 def copy_config(source: Path, out: Path, **keys) -> None:
@@ -131,7 +131,8 @@ def write_fp8(source: Path, out: Path, block: tuple[int, int]) -> Path:
     theirs, meaning = {}, {}
     for name, tensor in read_safetensors(source / "model.safetensors").items():
         theirs[name] = meaning[name] = tensor
-        if is_quantised_by_them(name):
+        # DeepSeek's FP8 has the products of its indexers too, but not their weights.
+        if is_quantised_by_them(name) or name.endswith((".wq_b.weight", ".wk.weight")):
             codes, scales, values = fp8_blocks(as_array(tensor), block)
             theirs[name] = entry("F8_E4M3", codes)
             theirs[f"{name}_scale_inv"] = entry("F32", scales)
@@ -228,17 +229,40 @@ COMPRESSED_FP4 = {
 }
 
 
+def quark(**weights) -> dict:
+    """The settings of AMD's MXFP4 checkpoints; `weights` replaces some of the default's."""
+    numbers = {
+        "ch_axis": -1, "dtype": "fp4", "group_size": 32, "is_dynamic": False,
+        "is_scale_quant": False, "mx_element_dtype": None, "observer_cls": "PerBlockMXObserver",
+        "qscheme": "per_group", "round_method": "half_even", "scale_calculation_mode": "even",
+        "scale_format": "e8m0", "scale_type": "float", "symmetric": None,
+    }  # fmt: skip
+    default = {
+        "bias": None, "output_tensors": None, "target_device": None,
+        "input_tensors": numbers | {"is_dynamic": True}, "weight": numbers | weights,
+    }  # fmt: skip
+    export = {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
+              "weight_format": "real_quantized", "weight_merge_groups": None}  # fmt: skip
+    return {
+        "algo_config": None, "exclude": ["lm_head", "re:.*mlp.gate$", "re:.*indexer.*"],
+        "export": export, "global_quant_config": default, "kv_cache_post_rope": False,
+        "kv_cache_quant_config": {}, "layer_quant_config": {}, "layer_type_quant_config": {},
+        "quant_method": "quark", "quant_mode": "eager_mode", "softmax_quant_spec": None,
+        "version": "0.11",
+    }  # fmt: skip
+
+
 def write_fp4(source: Path, out: Path, form: str) -> Path:
-    """`source` as ModelOpt ("modelopt", its settings in hf_quant_config.json) or as a format of
-    compressed-tensors writes it; and in ``out / "meaning"`` the same values in float32."""
+    """`source` as ModelOpt ("modelopt", its settings in hf_quant_config.json), Quark ("quark") or a
+    format of compressed-tensors writes it; in ``out / "meaning"`` the same values in float32."""
     theirs, meaning = {}, {}
     for name, tensor in read_safetensors(source / "model.safetensors").items():
         theirs[name] = meaning[name] = tensor
         if not (is_quantised_by_them(name) or re.search(r"experts\.\d+\.w\d\.weight$", name)):
             continue
         base, weight = name.removesuffix(".weight"), as_array(theirs.pop(name))
-        packed, number = (name, None) if form == "modelopt" else (f"{base}.weight_packed", None)
-        if form == "mxfp4-pack-quantized":
+        packed, number = name if form in ("modelopt", "quark") else f"{base}.weight_packed", None
+        if form in ("quark", "mxfp4-pack-quantized"):
             codes, scales, values = mxfp4(weight)
             theirs[f"{base}.weight_scale"] = entry("U8", scales)
         else:
@@ -264,6 +288,8 @@ def write_fp4(source: Path, out: Path, form: str) -> Path:
         settings |= {"exclude_modules": ["lm_head", "*.mlp.gate"]}
         content = {"producer": {"name": "modelopt", "version": "0.39"}, "quantization": settings}
         (path / "hf_quant_config.json").write_text(json.dumps(content))
+    elif form == "quark":
+        copy_config(source, path, quantization_config=quark())
     else:
         strategy, group = COMPRESSED_FP4[form]
         weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy}

@@ -20,6 +20,7 @@ from mlx_moeflux.loading import load_model
 from tests.checkpoint import foreign
 
 TWIN = Path(__file__).parents[1] / "golden" / "deepseek_v3_yarn40"
+SPARSE = TWIN.with_name("deepseek_v32_yarn40")
 
 
 def bits(array: mx.array) -> np.ndarray:
@@ -27,7 +28,7 @@ def bits(array: mx.array) -> np.ndarray:
 
 
 def logits(directory: Path, **options) -> np.ndarray:
-    tokens = mx.array(np.random.default_rng(0).integers(0, 89, (2, 23)))
+    tokens = mx.array(np.random.default_rng(0).integers(0, 81, (2, 23)))
     with load_model(directory, **options) as model:
         result = np.array(model(tokens))
     assert np.isfinite(result).all()
@@ -87,6 +88,7 @@ def test_scales_in_bfloat16(tmp_path):
 FORMS = {
     "fp8": lambda out: foreign.write_fp8(TWIN, out, (48, 40)),
     "fp8 in blocks of 128": lambda out: foreign.write_fp8(TWIN, out, (128, 128)),
+    "fp8 with indexers": lambda out: foreign.write_fp8(SPARSE, out, (48, 40)),
     "int4": lambda out: foreign.write_int4(TWIN, out, 32),
     "int4 in groups of 64": lambda out: foreign.write_int4(TWIN, out, 64),
 }
@@ -239,8 +241,22 @@ BAD_CONFIGS = {
     "channels": (_int4(strategy="channel"), UnsupportedError, "strategy"),
     "reordered": (_int4(actorder="group"), UnsupportedError, "actorder"),
     "another format": (_int4() | {"format": "float-quantized"}, UnsupportedError, "float-quant"),
+    "Quark's FP8": (foreign.quark(dtype="fp8_e4m3"), UnsupportedError, "fp8_e4m3"),
+    "Quark's int4": (foreign.quark(group_size=128), UnsupportedError, "group_size 128"),
+    "no weights of Quark": ({"quant_method": "quark"}, UnsupportedError, "dtype None"),
+    "weights of Quark are no object": (
+        foreign.quark() | {"global_quant_config": {"weight": ["fp4"]}}, UnsupportedError, "dtype",
+    ),
+    "FP8 in some layers": (
+        foreign.quark()
+        | {"layer_quant_config": {"*self_attn*": {"weight": {"dtype": "fp8_e4m3"}}}},
+        UnsupportedError, r"layer_quant_config of '\*self_attn\*'.*fp8_e4m3",
+    ),
+    "rotated": (
+        foreign.quark() | {"algo_config": [{"name": "rotation"}]}, UnsupportedError, "rotated",
+    ),
     "no groups": (_int4() | {"config_groups": {}}, UnsupportedError, "config_groups"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)

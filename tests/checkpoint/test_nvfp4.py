@@ -23,9 +23,9 @@ from mlx_moeflux.models.layers import ScaledLinear
 from tests.checkpoint import foreign
 from tests.models.twins import GOLDEN, relative_error
 
-FORMS = ("modelopt", *foreign.COMPRESSED_FP4)
-TWINS = ("qwen3_moe_top2", "deepseek_v3_yarn40", "minimax_m2_norms")
-TOKENS = np.random.default_rng(5).integers(0, 89, (2, 17))
+FORMS = ("modelopt", "quark", *foreign.COMPRESSED_FP4)
+TWINS = ("qwen3_moe_top2", "deepseek_v3_yarn40", "deepseek_v32_yarn40", "minimax_m2_norms")
+TOKENS = np.random.default_rng(5).integers(0, 81, (2, 17))
 
 
 def logits(directory: Path, **options) -> np.ndarray:
@@ -44,7 +44,8 @@ def near(found: np.ndarray, expected: np.ndarray, limit: float = 1e-5) -> bool:
 
 
 @pytest.mark.parametrize(("twin", "form"), [
-    ("qwen3_moe_top2", "modelopt"), ("minimax_m2_norms", "mxfp4-pack-quantized"), *(
+    ("qwen3_moe_top2", "modelopt"), ("minimax_m2_norms", "mxfp4-pack-quantized"),
+    ("deepseek_v32_yarn40", "quark"), *(
         pytest.param(twin, form, marks=pytest.mark.slow) for twin in TWINS for form in FORMS),
 ])  # fmt: skip
 def test_a_pack_means_its_numbers(tmp_path, twin, form):
@@ -65,7 +66,7 @@ def test_a_pack_means_its_numbers(tmp_path, twin, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_and_trunk_stay_in_four_bits(tmp_path, form):
     path = foreign.write_fp4(GOLDEN / "qwen3_moe_top2", tmp_path, form)
-    group = 32 if "mxfp4" in form else 16
+    group = 16 if form in ("modelopt", "nvfp4-pack-quantized") else 32
     with load_model(path, expert_memory="51%", expert_threads=1) as model:
         bank = model.store.bank(0)
         assert bank.gate.weight.dtype == mx.uint32

@@ -7,6 +7,7 @@
                                                       (compressed-tensors, MXFP4)
     X.weight_packed U8 + X.weight_scale F8_E4M3    -> X.weight U32 + X.scales + X.global_scale
         + X.weight_global_scale                       (compressed-tensors, NVFP4; it divides)
+    X.weight U8 + X.weight_scale U8                -> X.weight U32 + X.scales  (AMD Quark, MXFP4)
     X.weight U8 + X.weight_scale F8_E4M3           -> X.weight U32 + X.scales + X.global_scale
         + X.weight_scale_2                            (NVIDIA ModelOpt, NVFP4; it multiplies)
     X_blocks U8 [..., groups, 16] + X_scales U8    -> X.weight U32 + X.scales    (gpt-oss's MXFP4)
@@ -50,6 +51,15 @@ _PACKS = {
     "pack-quantized": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
     "nvfp4-pack-quantized": {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 16},
     "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 32},
+}
+# What Quark's settings of quantised weights must say.
+_QUARK = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "group_size": 32,
+    "scale_format": "e8m0",
+    "ch_axis": -1,
+    "is_dynamic": False,
 }
 
 
@@ -274,3 +284,39 @@ def check_modelopt(block: Mapping[str, object]) -> None:
             f"quantization_config of config.json or hf_quant_config.json has quant_algo {found!r} "
             "of ModelOpt; only 'NVFP4' is decoded."
         )
+
+
+def check_quark(block: Mapping[str, object]) -> None:
+    """See that the ``quantization_config`` of AMD Quark means MXFP4, by default and in layers with
+    settings of their own; what it excludes is stored as floats.
+
+    Source: vLLM's `quark.py` and `quark_ocp_mx.py`; the order of two numbers in a byte is that of
+    its `tests/quantization/reference_mxfp4.py`.
+
+    Raises:
+        UnsupportedError: It means something else.
+    """
+    default = block.get("global_quant_config")
+    weights = default.get("weight") if isinstance(default, Mapping) else None
+    found = [("global_quant_config", weights)]
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        layers = block.get(key)
+        for name, layer in layers.items() if isinstance(layers, Mapping) else ():
+            own = layer.get("weight") if isinstance(layer, Mapping) else None
+            found += [(f"{key} of {name[:80]!r}", own)] if own is not None else []
+    for name, weights in found:
+        settings = weights if isinstance(weights, Mapping) else {}
+        for key, wanted in _QUARK.items():
+            if (value := settings.get(key, wanted if settings else None)) != wanted:
+                raise UnsupportedError(
+                    f"quantization_config of config.json: {name} of Quark has {key} {value!r} of "
+                    f"weights; only MXFP4 is decoded, which has {wanted!r}."
+                )
+    steps = block.get("algo_config")
+    for step in steps if isinstance(steps, list) else [steps]:
+        name = step.get("name") if isinstance(step, Mapping) else None
+        if isinstance(name, str) and ("rot" in name):
+            raise UnsupportedError(
+                f"quantization_config of config.json: algo_config of Quark has {name[:80]!r}; "
+                "rotated weights are not decoded."
+            )
