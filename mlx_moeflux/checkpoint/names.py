@@ -72,9 +72,12 @@ ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """Names of frequencies that older exporters write and models compute."""
 
 
-# Layer and part of a tensor's name, and the parts that only a layer of multi-token prediction has.
+# Layer and part of a tensor's name.
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(\w+)\..*")
+# Multi-token prediction: parts that only a layer of it has, in canonical names (DeepSeek-V3 and
+# V3.2, GLM-4.5 to 5), and names of a module of its own as they are stored (Qwen).
 _PREDICTION_PARTS = {"eh_proj", "enorm", "hnorm", "shared_head"}
+_PREDICTION_MODULE = re.compile(r"((model\.)?language_model\.)?(model\.)?mtp\..*")
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,10 @@ class NameRules:
     prefixes: (prefix, replacement). renames: (regular expression, replacement as ``re.sub`` takes
     it) of inner parts that the model names otherwise; they apply after the prefix. drops: Regular
     expressions of whole names in the checkpoint, of tensors that inference does not need. layers:
-    Number of the model's layers, if layers of multi-token prediction, which are dropped too, follow
-    them: at least `predictions` of them, as config.json says, and each that has such a layer's
-    parts. tables: Regular expressions of tensors that belong to a table of a layer, see
+    Number of the model's layers, if layers of multi-token prediction may follow them: at least
+    `predictions` of them, as config.json says, and each that has such a layer's parts.
+    prediction_module: Multi-token prediction may be a module of its own. tables: Regular
+    expressions of tensors that belong to a table of a layer, see
     :class:`~mlx_moeflux.checkpoint.tables.Tables`.
     """
 
@@ -97,6 +101,7 @@ class NameRules:
     experts: tuple[Experts, ...] = ()
     layers: int | None = None
     predictions: int = 0
+    prediction_module: bool = False
     tables: tuple[str, ...] = ()
 
     def canonical(self, name: str) -> str:
@@ -112,6 +117,11 @@ class NameRules:
     def is_dropped(self, name: str) -> bool:
         """Return True if a pattern of `drops` matches."""
         return any(re.fullmatch(pattern, name) for pattern in self.drops)
+
+    def in_prediction_module(self, name: str) -> bool:
+        """Return True if a tensor of the checkpoint belongs to a module of multi-token
+        prediction."""
+        return self.prediction_module and _PREDICTION_MODULE.fullmatch(name) is not None
 
     def prediction_layers(self, names: Iterable[str]) -> set[int]:
         """Return the layers of multi-token prediction among canonical names of tensors."""
@@ -130,13 +140,15 @@ class MappedTensors:
     trunk: parameter name -> tensor. experts: MoE layer id -> component name -> one
     :class:`TensorRef` per expert, components in block order. absent: name -> shard, of tensors that
     an index names and no file has, without those that are dropped. tables: layer -> shards of its
-    table in order, one if it is whole; they are no parameters.
+    table in order, one if it is whole; they are no parameters. prediction: name that is stored ->
+    tensor of multi-token prediction, which drafts tokens; no parameters, and nothing reads them.
     """
 
     trunk: dict[str, TensorRef] = field(default_factory=dict)
     experts: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     tables: dict[int, list[Shard]] = field(default_factory=dict)
+    prediction: dict[str, TensorRef] = field(default_factory=dict)
 
 
 _Single = dict[tuple[int, str], dict[int, TensorRef]]
@@ -157,7 +169,11 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
     for name, ref in tensors.items():
         canonical = names[name]
         layer = _LAYER.fullmatch(canonical) if predicted else None
-        if rules.is_dropped(name) or (layer is not None and int(layer[1]) in predicted):
+        if rules.is_dropped(name):
+            continue
+        in_layer = layer is not None and int(layer[1]) in predicted
+        if in_layer or rules.in_prediction_module(name):
+            mapped.prediction[name] = ref
             continue
         if tables.take(canonical, ref):
             continue

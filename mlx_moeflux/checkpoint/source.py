@@ -49,6 +49,7 @@ class Checkpoint:
         experts; else empty, and `of` is 0.
     decoded: Matrices of blocks that are read as floats: name -> type of block and elements.
     approximated: A sentence about tensors that are not read exactly.
+    prediction_bytes: Of multi-token prediction that `tensors` leaves out.
     tokenizer: Files of the tokenizer that are not in the directory, name -> content.
     """
 
@@ -63,6 +64,7 @@ class Checkpoint:
     of: int = 0
     decoded: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     approximated: str | None = None
+    prediction_bytes: int = 0
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -74,7 +76,8 @@ class Checkpoint:
         theirs = self.config.get("quantization_config") or {}
         block = check_fp8(theirs) if theirs.get("quant_method") == "fp8" else DEFAULT_BLOCK
         absent = self.tensors.absent if isinstance(self.tensors, TensorIndex) else {}
-        absent = {n: shard for n, shard in absent.items() if not rules.is_dropped(n)}
+        unread = (rules.is_dropped, rules.in_prediction_module)
+        absent = {n: s for n, s in absent.items() if not any(rule(n) for rule in unread)}
         try:
             mapped = map_tensors(in_our_form(self.tensors, block), rules)
         except CheckpointError as error:
@@ -218,5 +221,6 @@ def _checkpoint_of(found: GgufFile) -> Checkpoint:
         described_by=path,
         decoded=found.decoded,
         approximated=approximated,
+        prediction_bytes=found.prediction_bytes,
         tokenizer=tokenizer,
     )

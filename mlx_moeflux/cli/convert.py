@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.checkpoint.source import open_checkpoint
     from mlx_moeflux.conversion.convert import convert
+    from mlx_moeflux.experts.budget import format_bytes
+    from mlx_moeflux.measure.plan import open_sizes
 
     with Bar("convert", "B") as bar:
         out = convert(
@@ -60,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
             progress=bar.update,
         )
     print(f"wrote {out}", file=sys.stderr)
+    if unused := open_sizes(args.model, gguf_file=args.gguf_file).prediction_bytes:
+        what = f"{format_bytes(unused)} of multi-token prediction"
+        print(f"left out {what}; drafts are not used yet", file=sys.stderr)
     if lossy := open_checkpoint(out).approximated:
         print(lossy, file=sys.stderr)
     return 0

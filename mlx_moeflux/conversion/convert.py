@@ -62,7 +62,8 @@ def convert(
     progress: Progress | None = None,
     mlx_path: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Convert a checkpoint; returns the directory that was written.
+    """Convert a checkpoint; returns the directory that was written. Tensors of multi-token
+    prediction and of images are left out.
 
     Args:
         layout: ``packed`` (one blob of experts per layer, one read each) or ``safetensors``

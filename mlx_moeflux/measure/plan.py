@@ -19,6 +19,7 @@ from typing import Any
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.config import hoisted
+from mlx_moeflux.checkpoint.formats.decoded import sources_of
 from mlx_moeflux.checkpoint.hub import resolve_headers
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
@@ -35,6 +36,7 @@ from mlx_moeflux.experts.io.row_cache import row_memory_bytes
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models import parsed_config
 
+_DRAFTS = "of multi-token prediction stay on disk; drafts are not used yet"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 GROUP, TABLE_GROUP = 64, 32
 
@@ -49,6 +51,7 @@ class Sizes:
     state_bytes: Key-value cache and recurrent state at `context` positions.
     hidden_size: Width of a token's hidden state.
     table_bytes, table_rows: Tables of n-grams, which stay on disk.
+    prediction_bytes: Multi-token prediction on disk, which is not loaded.
     """
 
     model_type: str
@@ -62,6 +65,7 @@ class Sizes:
     hidden_size: int
     table_bytes: int = 0
     table_rows: int = 0
+    prediction_bytes: int = 0
 
     @property
     def expert_bytes(self) -> int:
@@ -104,6 +108,11 @@ def measure_sizes(
     every = [ref for tensors in (trunk, *experts.values()) for _, ref in tensors]
     if bits is not None and any(ref.dtype in ("U32", "U8", *BLOCK_MODES) for ref in every):
         raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
+    drafts = {
+        stored.name: stored.nbytes
+        for ref in mapped.prediction.values()
+        for stored in sources_of(ref)
+    }
     shards = [shard for parts in mapped.tables.values() for shard in parts]
     embedding = [] if config.tie_word_embeddings else [t for t in trunk if "embed_tokens" in t[0]]
     return Sizes(
@@ -123,6 +132,7 @@ def measure_sizes(
         hidden_size=config.hidden_size,
         table_bytes=_held([t for s in shards for t in s.items()], bits, TABLE_GROUP),
         table_rows=sum(shard["weight"].shape[0] for shard in shards),
+        prediction_bytes=checkpoint.prediction_bytes + sum(drafts.values()),
     )
 
 
@@ -239,6 +249,11 @@ class ModelPlan:
                     )
                 ]
                 if sizes.table_bytes
+                else []
+            ),
+            *(
+                [("drafts", f"{format_bytes(sizes.prediction_bytes)} {_DRAFTS}")]
+                if sizes.prediction_bytes
                 else []
             ),
             ("state", f"{format_bytes(sizes.state_bytes)} at {sizes.context} positions"),

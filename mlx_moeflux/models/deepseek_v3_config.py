@@ -103,8 +103,8 @@ class Config(BaseConfig):
         return keys
 
     def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names; the layers of multi-token prediction are
-        dropped."""
+        """Return the rename rules of tensor names; layers of multi-token prediction are none of
+        the model's."""
         return NameRules(
             drops=(ROTARY_BUFFERS,),
             experts=EXPERT_NAMES,

@@ -74,8 +74,8 @@ class Config(AttentionConfig):
         return layer >= self.first_k_dense_replace
 
     def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names; the layers of multi-token prediction are
-        dropped."""
+        """Return the rename rules of tensor names; layers of multi-token prediction are none of
+        the model's."""
         return NameRules(
             drops=(ROTARY_BUFFERS,),
             experts=EXPERT_NAMES,

@@ -117,8 +117,9 @@ class Config(AttentionConfig):
             ("language_model.lm_head.", "lm_head."),
         )
         images = r"(model\.)?(visual|vision_tower)\..*"
-        prediction = r"((model\.)?language_model\.)?(model\.)?mtp\..*"
-        return NameRules(prefixes=prefixes, drops=(images, prediction), experts=EXPERT_NAMES)
+        return NameRules(
+            prefixes=prefixes, drops=(images,), experts=EXPERT_NAMES, prediction_module=True
+        )
 
     def state(self, layer: int, dtype: str) -> EntrySpec:
         """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""

@@ -17,6 +17,7 @@ from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.loading import load_model
+from mlx_moeflux.measure.plan import open_sizes
 from tests.checkpoint import foreign
 
 TWIN = Path(__file__).parents[1] / "golden" / "deepseek_v3_yarn40"
@@ -154,6 +155,15 @@ def test_bytes_that_were_read_are_counted(written):
         )
         assert total.misses > 0
         assert total.bytes_read == total.misses * stored
+
+
+def test_multi_token_prediction_counts_as_it_is_stored(forms):
+    path = forms("fp8 with indexers")
+    tensors = foreign.read_safetensors(path / "model.safetensors")
+    stored = {k: v for k, v in tensors.items() if k.startswith("model.layers.3.")}
+    assert any(dtype == "F8_E4M3" for dtype, _, _ in stored.values())
+    expected = sum(len(data) for _, _, data in stored.values())
+    assert open_sizes(path).prediction_bytes == expected
 
 
 def changed(path: Path, tmp_path: Path, change) -> Path:

@@ -18,6 +18,7 @@ from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.loading import load_model
+from mlx_moeflux.measure.plan import open_sizes
 from mlx_moeflux.models import MODEL_TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -497,9 +498,10 @@ def test_tensors_that_nobody_knows_are_one_line(tmp_path):
     behind = stored | {"blk.4.nextn.enorm.weight": norm, "blk.4.attn_norm.weight": norm}
     more = {"qwen35moe.block_count": 5, "qwen35moe.nextn_predict_layers": 1}
     path = write_gguf(tmp_path / "m.gguf", converter, config, behind, more)
-    assert len(ours.open_gguf(path).tensors) == len(
-        set(stored) - {n for n in stored if "exps" in n}
-    )
+    found = ours.open_gguf(path)
+    assert len(found.tensors) == len(set(stored) - {n for n in stored if "exps" in n})
+    assert found.prediction_bytes == 2 * norm[0].nbytes
+    assert open_sizes(path).prediction_bytes == found.prediction_bytes
 
 
 @pytest.mark.parametrize(

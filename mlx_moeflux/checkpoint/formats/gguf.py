@@ -59,6 +59,7 @@ class GgufFile:
     metadata: Of the first shard, strings and numbers.
     decoded: Matrices of blocks that are read as floats: name -> type of block and elements.
     requantised: Names of tensors whose form of MLX's is not exact, with their type.
+    prediction_bytes: Of the layers of multi-token prediction, which are left out.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class GgufFile:
     metadata: dict[str, Any]
     decoded: dict[str, tuple[str, int]] = field(default_factory=dict)
     requantised: dict[str, str] = field(default_factory=dict)
+    prediction_bytes: int = 0
 
 
 def open_gguf(
@@ -164,6 +166,7 @@ def _take(
     match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?([\w.]+)", tensor.name)
     layer = None if match is None or match[1] is None else int(match[1])
     if layer is not None and layer in predicted:
+        found.prediction_bytes += tensor.nbytes
         return
     name = "" if match is None else match[2]
     stem, _, suffix = name.rpartition(".")
