@@ -1,7 +1,8 @@
 """Checkpoints of transformers as llama.cpp's converters write them: names from the `gguf` package's
 own tables, transforms and metadata as in llama.cpp's `conversion/`, in NumPy alone.
 
-Of qwen4exp, which gguf 0.19 does not know, names are those of llama.cpp's `constants.py`.
+Of qwen4exp, deepseek32 and laguna, which gguf 0.19 does not know, names are those of llama.cpp's
+`constants.py`.
 """
 
 from __future__ import annotations
@@ -183,6 +184,23 @@ def gpt_oss(config: dict, tensors: Tensors, plain: bool = False) -> Tensors:
     return found
 
 
+def laguna(config: dict, tensors: Tensors, plain: bool = False) -> Tensors:
+    old, new = "experts.e_score_correction_bias", "gate.e_score_correction.bias"
+    return {name.replace(old, new): values for name, values in tensors.items()}
+
+
+def gemma(config: dict, tensors: Tensors, plain: bool = False) -> Tensors:
+    found = {}
+    for name, values in tensors.items():
+        whole = name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj"))
+        found[f"{name}.weight" if whole else name] = values
+    width = config["global_head_dim"]
+    full = config["rope_parameters"]["full_attention"]
+    turns = int(width * full["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * turns + [1e30] * (width // 2 - turns), np.float32)
+    return found | {"rope_freqs.weight": factors}
+
+
 def as_it_is(config: dict, tensors: Tensors, plain: bool = False) -> Tensors:
     return tensors
 
@@ -287,6 +305,68 @@ STREAMS: Keys = {
 }
 
 
+POSITIONS: Keys = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+    "attention.indexer.types": lambda c: (
+        [kind == "full" for kind in c["indexer_types"]] if "indexer_types" in c else None
+    ),
+}
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+def _of_kind(kind: str, key: str, default: Any = None) -> Callable[[dict], Any]:
+    return lambda c: c["rope_parameters"][kind].get(key, default)
+
+
+def _turned_of(kind: str) -> Callable[[dict], int]:
+    part = _of_kind(kind, "partial_rotary_factor", 1.0)
+    return lambda c: int(c["head_dim"] * part(c))
+
+
+LAGUNA: Keys = {
+    "attention.head_count": "num_attention_heads_per_layer",
+    "attention.sliding_window": "sliding_window",
+    # Every second layer of the twin.
+    "attention.sliding_window_pattern": lambda c: 2,
+    "expert_weights_norm": lambda c: True,
+    "expert_weights_scale": lambda c: float(c["moe_routed_scaling_factor"]),
+    "expert_gating_func": lambda c: 2,
+    "leading_dense_block_count": lambda c: c["mlp_layer_types"].index("sparse"),
+    "rope.dimension_count": _turned_of(FULL),
+    "rope.dimension_count_swa": _turned_of(WINDOWED),
+    "rope.freq_base": lambda c: float(_of_kind(FULL, "rope_theta")(c)),
+    "rope.freq_base_swa": lambda c: float(_of_kind(WINDOWED, "rope_theta")(c)),
+    "rope.scaling.type": _of_kind(FULL, "rope_type"),
+    "rope.scaling.factor": _of_kind(FULL, "factor"),
+    "rope.scaling.original_context_length": _of_kind(FULL, "original_max_position_embeddings"),
+    "rope.scaling.yarn_beta_fast": lambda c: float(_of_kind(FULL, "beta_fast")(c)),
+    "rope.scaling.yarn_beta_slow": lambda c: float(_of_kind(FULL, "beta_slow")(c)),
+    "rope.scaling.yarn_attn_factor": _of_kind(FULL, "attention_factor"),
+}
+GEMMA: Keys = {
+    "attention.head_count_kv": lambda c: [
+        c["num_key_value_heads" if kind == WINDOWED else "num_global_key_value_heads"]
+        for kind in c["layer_types"]
+    ],
+    "attention.key_length": "global_head_dim",
+    "attention.value_length": "global_head_dim",
+    "attention.key_length_swa": "head_dim",
+    "attention.value_length_swa": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": lambda c: [kind == WINDOWED for kind in c["layer_types"]],
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "expert_used_count": "top_k_experts",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.dimension_count": "global_head_dim",
+    "rope.dimension_count_swa": "head_dim",
+    "rope.freq_base": lambda c: float(_of_kind(FULL, "rope_theta")(c)),
+    "rope.freq_base_swa": lambda c: float(_of_kind(WINDOWED, "rope_theta")(c)),
+}
+
+
 @dataclass(frozen=True)
 class Converter:
     """architecture: GGUF's. table: Of `gguf`, MODEL_ARCH. names: More of them, by pattern. stacks:
@@ -339,6 +419,19 @@ HC |= {
     )
 }
 HC |= {r"per_layer_token_embd\.weight": "per_layer_token_embd"}
+GATED_HEADS = {
+    rf"model\.layers\.(\d+)\.self_attn\.{ours}\.weight": rf"blk.\1.{theirs}"
+    for ours, theirs in (
+        ("g_proj", "attn_gate"),
+        ("q_norm", "attn_q_norm"),
+        ("k_norm", "attn_k_norm"),
+    )
+}
+ROUTED = {
+    r"rope_freqs\.weight": "rope_freqs",
+    r"model\.layers\.(\d+)\.router\.scale": r"blk.\1.ffn_gate_inp.scale",
+    r"model\.layers\.(\d+)\.router\.per_expert_scale": r"blk.\1.ffn_down_exps.scale",
+}
 
 CONVERTERS = {
     "qwen3_moe": Converter("qwen3moe", "QWEN3MOE", as_it_is, ALL | YARN),
@@ -366,6 +459,14 @@ CONVERTERS = {
         glm,
         ALL | YARN | SCORED | PREDICTED | {"rope.dimension_count": _turned(0.5)},
     ),
+    "deepseek_v32": Converter(
+        "deepseek32", "GLM_DSA", deepseek, ALL | YARN | SCORED | LATENT | POSITIONS
+    ),
+    "glm_moe_dsa": Converter(
+        "glm-dsa", "GLM_DSA", deepseek, ALL | YARN | SCORED | LATENT | PREDICTED | POSITIONS
+    ),
+    "laguna": Converter("laguna", "DEEPSEEK2", laguna, ALL | LAGUNA, GATED_HEADS),
+    "gemma4": Converter("gemma4", "GEMMA4", gemma, ALL | GEMMA, ROUTED, stacks=False),
 }
 
 
@@ -379,7 +480,8 @@ def converted(converter: Converter, config: dict, tensors: Tensors, **options) -
     for name, values in converter.transform(config, tensors, **options).items():
         for pattern, better in converter.names.items():
             if re.fullmatch(pattern, name):
-                yield f"{re.sub(pattern, better, name)}.weight", values
+                new = re.sub(pattern, better, name)
+                yield new if new.endswith(".scale") else f"{new}.weight", values
                 break
         else:
             found = table.get_name(name, try_suffixes=(".weight", ".bias"))

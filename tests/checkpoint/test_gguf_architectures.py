@@ -14,12 +14,15 @@ import pytest
 
 from mlx_moeflux.checkpoint.formats import gguf as ours
 from mlx_moeflux.checkpoint.formats.gguf_architectures import ARCHITECTURES
+from mlx_moeflux.checkpoint.formats.gguf_header import Header
+from mlx_moeflux.checkpoint.formats.gguf_metadata import indexer_types
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.plan import open_sizes
 from mlx_moeflux.models import MODEL_TYPES
+from mlx_moeflux.models.glm_moe_dsa_config import SHAPES
 
 gguf = pytest.importorskip("gguf")
 
@@ -53,6 +56,9 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite_flash": ("deepseek_v3", {}),
     "glm4_moe_norms": ("glm4_moe", {}),
     "glm4_moe_plain": ("glm4_moe", {}),
+    "glm_moe_dsa_shared": ("glm_moe_dsa", {}),
+    "laguna_heads": ("laguna", {}),
+    "gemma4_shared": ("gemma4", {}),
 }
 # One of each family by default.
 SLOW = {"qwen3_moe_top2", "text_top3", "text_tied_top1", "text_top_all", "vision_tied_top3"}
@@ -96,7 +102,8 @@ def test_twins_are_transformers(tmp_path, monkeypatch, name):
 
 
 def test_every_architecture_has_a_twin_and_a_model():
-    assert {CONVERTERS[family].architecture for family, _ in TWINS.values()} == set(ARCHITECTURES)
+    families = {family for family, _ in TWINS.values()} | {"deepseek_v32"}
+    assert {CONVERTERS[family].architecture for family in families} == set(ARCHITECTURES)
     assert {a.model_type for a in ARCHITECTURES.values()} <= set(MODEL_TYPES)
 
 
@@ -344,6 +351,33 @@ def test_rows_of_ngrams(tmp_path, kinds, width):
     assert relative_error(logits(packed, tokens), expected) <= limit(ROWS)
 
 
+# --- Attention to chosen positions, layers of two kinds ---
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_deepseek_v32(tmp_path, kind):
+    """Its twin has two factors of YaRN, of which a file says one: both are that here. llama.cpp
+    keeps the indexer's weights in floats."""
+    config, tensors = read_twin(GOLDEN / "deepseek_v32_yarn40")
+    published = json.loads((GOLDEN / "deepseek_v32_yarn40" / "config.json").read_text())
+    published["rope_scaling"]["mscale"] = config["mscale"] = config["mscale_all_dim"]
+    converter = CONVERTERS["deepseek_v32"]
+    published["num_nextn_predict_layers"] = 0
+    tensors = {n: v for n, v in tensors.items() if "layers.3." not in n}
+    stored, values = as_blocks(
+        converter,
+        config,
+        tensors,
+        lambda name: "F32" if "indexer.proj" in name or "gate_inp" in name else kind,
+    )
+    path = write_gguf(tmp_path / "m.gguf", converter, config, stored)
+    meaning = write_meaning(tmp_path / "meaning", published, values)
+    tokens = mx.load(str(GOLDEN / "deepseek_v32_yarn40" / "golden.safetensors"))["tokens"]
+    found = logits(path, tokens)
+    assert relative_error(found, logits(meaning, tokens)) <= 1e-5
+    assert np.array_equal(logits(path, tokens, expert_memory="60%", expert_threads=1), found)
+
+
 # --- Forms of other converters ---
 
 
@@ -439,6 +473,22 @@ REFUSED: list[tuple[str, str, Any, type[Exception], str]] = [
     ("qwen4_exp_vision", "qwen4exp.attention.compress_ratios", [5, 0, 5], UnsupportedError, "are"),
     ("qwen4_exp_vision", "qwen4exp.attention.compress_ratios", [0, 5], UnsupportedError, "only"),
     ("qwen4_exp_vision", "qwen4exp.attention.compress_ratios", 4, ConfigError, "an array"),
+    (
+        "glm_moe_dsa_shared",
+        "glm-dsa.attention.indexer.types",
+        [False] * 5,
+        ConfigError,
+        "first lay",
+    ),
+    ("glm_moe_dsa_shared", "glm-dsa.attention.indexer.top_k", None, ConfigError, "lacks.*top_k"),
+    ("glm_moe_dsa_shared", "glm-dsa.expert_gating_func", 1, UnsupportedError, "is 1; only 2"),
+    ("laguna_heads", "laguna.block_count", 2_000_000_000, ConfigError, "at most 10000"),
+    ("laguna_heads", "laguna.attention.head_count", [4, 6], ConfigError, "one for each layer"),
+    ("laguna_heads", "laguna.attention.head_count", [4, 6, 2], UnsupportedError, "is 2; only 4"),
+    ("laguna_heads", "laguna.expert_shared_count", 2, UnsupportedError, "expert_shared_count"),
+    ("gemma4_shared", "gemma4.attention.head_count_kv", [2, 1, 1], ConfigError, "kind of layers"),
+    ("gemma4_shared", "gemma4.attention.shared_kv_layers", 1, UnsupportedError, "shared_kv"),
+    ("gemma4_shared", "gemma4.rope.dimension_count", 32, UnsupportedError, "dimension_count"),
 ]
 
 
@@ -484,6 +534,40 @@ def test_metadata_that_is_no_model_is_one_line(files, monkeypatch, name):
             except MoefluxError as error:
                 assert "\n" not in str(error), key  # noqa: PT017
     assert 0 < loaded < len(right) * len(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ([1.0, 1e30] * 16, "other factors"),
+        ([1.0] * 8 + [2.0] * 24, "other factors"),
+        ([1e30] * 32, "other factors"),
+        ([1.0] * 8 + [np.nan] * 24, "other factors"),
+        (None, "no vector 'rope_freqs.weight'"),
+    ],
+)
+def test_factors_of_frequencies_that_are_not_computed_are_one_line(tmp_path, factors, words):
+    converter = CONVERTERS["gemma4"]
+    config, tensors = read_twin(GOLDEN / "gemma4_shared")
+    stored = as_floats(converter, config, tensors)
+    del stored["rope_freqs.weight"]
+    if factors is not None:
+        stored["rope_freqs.weight"] = np.array(factors, np.float32), "F32"
+    path = write_gguf(tmp_path / "m.gguf", converter, config, stored)
+    refused(path, (UnsupportedError, CheckpointError), words)
+
+
+def test_layers_with_an_indexer_in_files_that_do_not_name_them():
+    """GLM-5 has all; in GLM-5.2, whose context is longer, they are its config's."""
+    layers = {}
+    for name in ("glm-5", "glm-5.2"):
+        shape = SHAPES[name]
+        keys = {"block_count": shape.num_hidden_layers}
+        keys["context_length"] = shape.max_position_embeddings
+        header = Header(Path("x"), "glm-dsa", {f"glm-dsa.{k}": v for k, v in keys.items()})
+        layers[name] = indexer_types(header)["indexer_types"]
+    assert layers["glm-5"] == ["full"] * 78
+    assert tuple(layers["glm-5.2"]) == SHAPES["glm-5.2"].indexer_types
 
 
 def test_tensors_that_nobody_knows_are_one_line(tmp_path):

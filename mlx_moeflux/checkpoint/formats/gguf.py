@@ -24,6 +24,7 @@ from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, Mapped
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
     EXPERTS,
     IN_BLOCKS,
+    ROPE_FACTORS,
     Architecture,
     Ranges,
     Target,
@@ -40,7 +41,7 @@ from mlx_moeflux.checkpoint.formats.gguf_blocks import (
 from mlx_moeflux.checkpoint.formats.gguf_container import StoredTensor, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
 from mlx_moeflux.checkpoint.formats.gguf_header import Header
-from mlx_moeflux.checkpoint.formats.gguf_metadata import Config
+from mlx_moeflux.checkpoint.formats.gguf_metadata import FULL, Config, turned_share
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import end_ids
 from mlx_moeflux.checkpoint.names import in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, Ref, StackedRefs, TensorRef
@@ -380,6 +381,10 @@ def _finished(
     for key, name in architecture.present.items():
         ends = f".{name}"
         config[key] = any(tensor.endswith(ends) for tensor in found.tensors)
+    for key, name in architecture.lacking.items():
+        config[key] = sum(tensor.endswith(f".{name}") for tensor in found.tensors) < layers
+    if ROPE_FACTORS in architecture.names:
+        config["rope_parameters"][FULL]["partial_rotary_factor"] = _turned(found, path)
     if architecture.dense:
         config["mlp_only_layers"] = sorted(set(range(layers)) - set(found.blocks))
     whole = {
@@ -389,3 +394,15 @@ def _finished(
         "eos_token_id": end_ids(found.metadata),
     }
     return whole | {"text_config": config} if architecture.wrapped else config | whole
+
+
+def _turned(found: GgufFile, path: Path) -> float:
+    """Return the share of a global head's pairs that turn; the tensor that says it is no
+    parameter."""
+    ref = found.tensors.pop(ROPE_FACTORS, None)
+    if ref is None or ref.dtype != "F32" or len(ref.shape) != 1:
+        raise CheckpointError(f"{path} has no vector '{ROPE_FACTORS}' in F32; download it again.")
+    factors = np.empty(ref.shape, np.float32)
+    ref.read_into(memoryview(factors))
+    # Of a file on the hub `plan` has headers alone; the tensors are zeros.
+    return turned_share(factors, path) if factors.any() else 1.0

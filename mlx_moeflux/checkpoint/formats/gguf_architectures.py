@@ -3,7 +3,8 @@ values, and metadata, one :class:`Architecture` for each.
 
 A new architecture is an entry of :data:`ARCHITECTURES`.
 
-Source: llama.cpp's `conversion/` (qwen.py, qwen4exp.py, deepseek.py, glm.py, gpt_oss.py),
+Source: llama.cpp's `conversion/` (qwen.py, qwen4exp.py, deepseek.py, glm.py, gpt_oss.py, laguna.py,
+gemma.py),
 `gguf-py/gguf/constants.py` and `tensor_mapping.py`, `src/llama-arch.cpp`, `src/models/`; what a key
 means where it is absent is what llama.cpp computes then.
 """
@@ -23,11 +24,15 @@ from mlx_moeflux.checkpoint.formats.gguf_metadata import (
     SIGMOID,
     SOFTMAX,
     Config,
+    chosen_positions,
     delta_net,
     exact_rope,
     gating,
+    gemma_layers,
     head_dim,
     indexer,
+    indexer_types,
+    laguna_layers,
     latent_heads,
     latent_rope,
     layers_of,
@@ -81,6 +86,7 @@ class Architecture:
     only: GGUF's keys that have one value here, besides :data:`ONLY`.
     inert: GGUF's keys that change nothing, or repeat others.
     present: config.json's key -> name of a tensor in some layer that makes it true.
+    lacking: config.json's key -> name of a tensor that makes it true if some layer lacks it.
     dense: Layers without experts are listed as ``mlp_only_layers``.
     wrapped: The keys are of ``text_config``.
     """
@@ -94,6 +100,7 @@ class Architecture:
     only: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     present: Mapping[str, str] = field(default_factory=dict)
+    lacking: Mapping[str, str] = field(default_factory=dict)
     dense: bool = False
     wrapped: bool = False
 
@@ -207,6 +214,9 @@ def _minus_one(values: np.ndarray) -> np.ndarray:
 
 # --- What all share ---
 
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of factors that divide the frequencies of global layers: 1, or so large that a pair does
+not turn."""
 COMMON_KEYS: Mapping[str, str | Callable[[Header], Any]] = {
     "num_hidden_layers": layers_of,
     "hidden_size": "embedding_length",
@@ -286,6 +296,25 @@ _DENSE = {f"ffn_{n}": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 _SCORED = _ROUTER | {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{n}_shexp": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
+}
+_LATENT = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    # The converter splits the matrix and turns the keys' half, as mlx-lm does.
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_INDEXED = _LATENT | {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
 }
 _GATED = _ROUTER | {
     "ffn_gate_inp_shexp": Target("mlp.shared_expert_gate", row=True),
@@ -438,23 +467,7 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        names=_ENDS
-        | _NORMS
-        | _DENSE
-        | _SCORED
-        | {
-            "attn_q": "self_attn.q_proj",
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            # The converter splits the matrix and turns the keys' half, as mlx-lm does.
-            "attn_k_b": "self_attn.embed_q",
-            "attn_v_b": "self_attn.unembed_out",
-            "attn_kv_b": "self_attn.kv_b_proj",
-            "attn_output": "self_attn.o_proj",
-        },
+        names=_ENDS | _NORMS | _DENSE | _SCORED | _LATENT,
         keys=_SCORED_KEYS
         | {
             "q_lora_rank": lambda h: h.number("attention.q_lora_rank", None),
@@ -476,6 +489,80 @@ ARCHITECTURES = {
             "use_qk_norm": "self_attn.q_norm.weight",
             "attention_bias": "self_attn.q_proj.bias",
         },
+    ),
+    "deepseek32": Architecture(
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        names=_ENDS | _NORMS | _DENSE | _SCORED | _INDEXED,
+        keys=_SCORED_KEYS | {"q_lora_rank": "attention.q_lora_rank", "scoring_func": gating},
+        groups=(latent_rope, latent_heads, chosen_positions),
+        fixed={"num_nextn_predict_layers": 0},
+        inert=frozenset(["attention.head_count_kv"]),
+    ),
+    "glm-dsa": Architecture(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        names=_ENDS | _NORMS | _DENSE | _SCORED | _INDEXED,
+        keys=_SCORED_KEYS | {"q_lora_rank": "attention.q_lora_rank"},
+        groups=(latent_rope, latent_heads, chosen_positions, indexer_types),
+        fixed={"num_nextn_predict_layers": 0},
+        only={"expert_gating_func": SIGMOID},
+        inert=frozenset(["attention.head_count_kv"]),
+    ),
+    "laguna": Architecture(
+        "laguna",
+        "LagunaForCausalLM",
+        names=_ENDS
+        | _NORMS
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _DENSE
+        | _SCORED
+        | {"attn_gate": "self_attn.g_proj"},
+        keys=_EXPERT_KEYS
+        | {
+            "num_attention_heads": lambda h: None,  # with the layers
+            "rope_theta": lambda h: None,
+            "num_key_value_heads": "attention.head_count_kv",
+            "intermediate_size": "feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            "moe_routed_scaling_factor": "expert_weights_scale",
+        },
+        groups=(laguna_layers,),
+        only={"expert_gating_func": SIGMOID, "expert_shared_count": 1},
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        names=_ENDS
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _DENSE
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            ROPE_FACTORS: ROPE_FACTORS,
+        },
+        keys=_EXPERT_KEYS
+        | {
+            "rope_theta": lambda h: None,  # with the layers
+            "top_k_experts": "expert_used_count",
+            "intermediate_size": "feed_forward_length",
+            "final_logit_softcapping": lambda h: h.number("final_logit_softcapping", None),
+        },
+        groups=(gemma_layers,),
+        fixed={"enable_moe_block": True, "hidden_size_per_layer_input": 0},
+        only={"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
+        lacking={"attention_k_eq_v": "self_attn.v_proj.weight"},
     ),
 }
 """By ``general.architecture``."""

@@ -207,15 +207,20 @@ def delta_net(header: Header) -> Config:
     return config
 
 
+MOST_LAYERS = 10_000
+"""More than any model has; lists of so many are made before the tensors are counted."""
+
+
 def layers_of(header: Header) -> int:
     """Return the number of layers; those of multi-token prediction behind them do not count."""
     every = header.number("block_count")
     prediction = header.number("nextn_predict_layers", 0)
-    if type(every) is not int or type(prediction) is not int or not 0 <= prediction < every:
+    whole = type(every) is int and type(prediction) is int
+    if not whole or not 0 <= prediction < every <= MOST_LAYERS:
         raise ConfigError(
             f"{header.file}: {header.name('block_count')} is {every!r} and "
             f"{header.name('nextn_predict_layers')} {prediction!r}; expected whole numbers, the "
-            "first larger."
+            f"first larger and at most {MOST_LAYERS}."
         )
     return every - prediction
 
@@ -273,3 +278,138 @@ def ngrams(header: Header) -> Config:
         "ngram_multipliers": header.integers("ple.layer_multipliers"),
         "eos_token_id": header.number("ple.eos_token_id"),
     }
+
+
+def chosen_positions(header: Header) -> Config:
+    """Return the keys of attention to chosen positions."""
+    return {
+        "index_n_heads": header.number("attention.indexer.head_count"),
+        "index_head_dim": header.number("attention.indexer.key_length"),
+        "index_topk": header.number("attention.indexer.top_k"),
+    }
+
+
+LONG_CONTEXT = 1 << 20
+"""Of GLM-5.2 and 5.3, by which llama.cpp knows them in files that do not say which layers have an
+indexer."""
+
+
+def indexer_types(header: Header) -> Config:
+    """Return which layers have an indexer. Without the key all have one; in GLM-5.2 and 5.3 the
+    first two and every fourth from there."""
+    layers = layers_of(header)
+    late = header.number("context_length") >= LONG_CONTEXT
+    default = [int(i < 2 or (i - 2) % 4 == 0 or not late) for i in range(layers)]
+    own = header.integers("attention.indexer.types", []) or default
+    return {"indexer_types": ["full" if one else "shared" for one in own[:layers]]}
+
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def _of_layers(header: Header, key: str) -> list[Any]:
+    """Return a number for each layer, the same one if the file has one."""
+    found, layers = header.get(key), layers_of(header)
+    every = found if isinstance(found, list) else [found] * layers
+    if len(every) < layers or any(type(n) is not int for n in every):
+        raise header.wrong(key, found, "a whole number, or one for each layer")
+    return every[:layers]
+
+
+def laguna_layers(header: Header) -> Config:
+    """Return Laguna's keys of single layers: heads, windows, dense ones, ropes. The converter
+    writes config.json's ``attention_factor`` of YaRN as it is."""
+    layers, period = layers_of(header), header.number("attention.sliding_window_pattern", 4)
+    window = header.number("attention.sliding_window", 0)
+    if type(period) is not int or period < 1:
+        raise header.wrong("attention.sliding_window_pattern", period, "a number of layers")
+    kinds = [WINDOWED if window and i % period else FULL for i in range(layers)]
+    width = header.number("attention.key_length")
+    header.only("attention.value_length", width)
+    heads, dense = _of_layers(header, "attention.head_count"), _leading_dense(header)
+    scaled = _scaled(header)
+    full: Config = {"rope_type": "default"}
+    if scaled is not None:
+        full, found = scaled
+        factor = found.pop("yarn_attn_factor", None)
+        _no_more(header, found)
+        full |= {} if factor is None else {"attention_factor": factor}
+    base = header.number("rope.freq_base", 10000.0)
+    turned = header.number("rope.dimension_count", width)
+    windowed = header.number("rope.dimension_count_swa", width)
+    windowed_base = header.number("rope.freq_base_swa", base)
+    return {
+        "head_dim": width,
+        "num_attention_heads": heads[0],
+        "num_attention_heads_per_layer": heads,
+        "layer_types": kinds,
+        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(layers)],
+        "sliding_window": window or None,
+        "rope_parameters": {
+            FULL: full | _rope_of(base, turned, width),
+            WINDOWED: {"rope_type": "default"} | _rope_of(windowed_base, windowed, width),
+        },
+    }
+
+
+def _leading_dense(header: Header) -> int:
+    dense = header.number("leading_dense_block_count", 0)
+    if type(dense) is not int or dense < 0:
+        raise header.wrong("leading_dense_block_count", dense, "a number of layers")
+    return dense
+
+
+def _rope_of(base: float, turned: Any, width: Any) -> Config:
+    share = turned / width if width else 0.0
+    return {"rope_theta": base, "partial_rotary_factor": share}
+
+
+def gemma_layers(header: Header) -> Config:
+    """Return Gemma-4's keys of windows and global layers. How much of a head global layers turn,
+    the factors of frequencies say."""
+    marks = header.integers("attention.sliding_window_pattern")[: layers_of(header)]
+    kinds = [WINDOWED if mark else FULL for mark in marks]
+    widths = []
+    for end in ("", "_swa"):
+        width = header.number(f"attention.key_length{end}")
+        header.only(f"attention.value_length{end}", width)
+        header.only(f"rope.dimension_count{end}", width)
+        widths.append(width)
+    rows = _of_layers(header, "attention.head_count_kv")
+    each = {kind: {n for n, own in zip(rows, kinds, strict=False) if own == kind} for kind in kinds}
+    for found in each.values():
+        if len(found) > 1:
+            raise header.wrong("attention.head_count_kv", rows, "one number for a kind of layers")
+    (whole,), (windowed,) = (each.get(kind, {rows[0]}) for kind in (FULL, WINDOWED))
+    bases = header.number("rope.freq_base", 10000.0), header.number("rope.freq_base_swa", 10000.0)
+    return {
+        "layer_types": kinds,
+        "sliding_window": header.number("attention.sliding_window"),
+        "global_head_dim": widths[0],
+        "head_dim": widths[1],
+        "num_global_key_value_heads": whole,
+        "num_key_value_heads": windowed,
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": bases[0]},
+            WINDOWED: {"rope_type": "default", "rope_theta": bases[1]},
+        },
+    }
+
+
+def turned_share(factors: np.ndarray, file: Any) -> float:
+    """Return the share of a head's pairs that turn, of factors that divide their frequencies.
+
+    Raises:
+        UnsupportedError: A factor is neither 1 nor so large that its pair does not turn, or they
+            are in another order.
+    """
+    turns = int((factors == 1).sum())
+    if not (factors[:turns] == 1).all() or not (factors[turns:] >= NO_TURN).all() or not turns:
+        raise UnsupportedError(
+            f"{file}: 'rope_freqs.weight' has other factors than 1 and, behind them, 1e30; only "
+            "those are computed."
+        )
+    return turns / len(factors)
+
+
+NO_TURN = 1e20
