@@ -53,6 +53,46 @@ def one_by_one(tensors: Tensors) -> tuple[Tensors, dict]:
     return found, {}
 
 
+def e4m3(array: mx.array) -> tuple[mx.array, mx.array]:
+    """A matrix in E4M3 and a scale for each block, of which the last ones may be cut."""
+    rows, columns = array.shape
+    padded = mx.pad(array.astype(mx.float32), [(0, -rows % BLOCK), (0, -columns % BLOCK)])
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scales = mx.abs(blocks).max(axis=(1, 3)) / 448
+    codes = mx.to_fp8(blocks / scales[:, None, :, None]).reshape(padded.shape)
+    return codes[:rows, :columns], scales
+
+
+def deepseek_fp8(tensors: Tensors) -> tuple[Tensors, dict]:
+    """DeepSeek-V3.2's and GLM-5's: all matrices but heads, routers and the indexer's weights."""
+    found: Tensors = {}
+    for name, array in one_by_one(tensors)[0].items():
+        matrix = re.search(r"(_proj|_proj_with_mqa|wq_b|wk)\.weight$", name)
+        if not matrix or name.endswith("weights_proj.weight"):
+            found[name] = array
+            continue
+        codes, scales = e4m3(array)
+        found |= {name: codes, f"{name}_scale_inv": scales}
+    return found, {"quantization_config": FP8}
+
+
+def fused(tensors: Tensors) -> tuple[Tensors, dict]:
+    """Gemma-4's: gate and up of all experts in one tensor, under the wrapper's names."""
+    found, gates = {}, {}
+    for name, array in tensors.items():
+        name = name.replace("language_model.model.", "model.language_model.")
+        expert = re.fullmatch(r"(.*\.experts\.)switch_glu\.(gate|up|down)_proj\.weight", name)
+        if expert is None:
+            found[name] = array
+        elif expert[2] == "down":
+            found[f"{expert[1]}down_proj"] = array
+        else:
+            gates.setdefault(expert[1], {})[expert[2]] = array
+    for at, both in gates.items():
+        found[f"{at}gate_up_proj"] = mx.concatenate([both["gate"], both["up"]], axis=1)
+    return found, {}
+
+
 def fp8(tensors: Tensors) -> tuple[Tensors, dict]:
     """MiniMax-M2's names, matrices in E4M3 with a scale for each block."""
     names = {"gate": "w1", "down": "w2", "up": "w3"}
@@ -62,10 +102,7 @@ def fp8(tensors: Tensors) -> tuple[Tensors, dict]:
         if not re.search(r"(_proj|\.w\d)\.weight$", name):
             found[name] = array
             continue
-        rows, columns = array.shape
-        blocks = array.astype(mx.float32).reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-        scales = mx.abs(blocks).max(axis=(1, 3)) / 448
-        codes = mx.to_fp8(blocks / scales[:, None, :, None]).reshape(rows, columns)
+        codes, scales = e4m3(array)
         found |= {name: codes, f"{name}_scale_inv": scales}
     return found, {"quantization_config": FP8}
 
@@ -120,6 +157,9 @@ LAYOUTS = {
     "glm-tiny": one_by_one,
     "glm-flash-tiny": one_by_one,
     "laguna-tiny": one_by_one,
+    "gemma-4-tiny": fused,
+    "deepseek-v3.2-tiny": deepseek_fp8,
+    "glm-5-tiny": deepseek_fp8,
     "minimax-tiny": fp8,
     "kimi-k2.5-tiny": int4,
     "gpt-oss-tiny": blocks,
@@ -145,7 +185,7 @@ def directory(request, tmp_path_factory) -> Path:
     out.mkdir()
     file = out / "model.safetensors"
     mx.save_safetensors(str(file), tensors, metadata={"format": "pt"})
-    if LAYOUTS[request.param] is fp8:  # MLX has no such dtype
+    if LAYOUTS[request.param] in (fp8, deepseek_fp8):  # MLX has no such dtype
         stored = read_safetensors(file).items()
         write_safetensors(
             file, {n: (d.replace("U8", "F8_E4M3"), *rest) for n, (d, *rest) in stored}
