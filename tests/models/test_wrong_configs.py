@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -56,3 +58,43 @@ def test_one_line_says_what_is_wrong(case, wrong, message):
         kind.from_dict(config | wrong, file="config.json")
     assert str(error.value).startswith("config.json: ")
     assert message in str(error.value)
+
+
+VALUES: list[Any] = [
+    None, "x", "", True, False, [], [1], ["a"], [[1]], {}, {"a": 1}, 0, -1, 1.5, float("nan"),
+    float("inf"), 2**70,
+]  # fmt: skip
+CASES = ("gemma4_shared", "gemma4_vision", "glm_moe_dsa_shared", "deepseek_v32_yarn40",
+         "laguna_heads")  # fmt: skip
+
+
+def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the config without each key, with the opposite of its number, and with each value."""
+    for key, value in config.items():
+        rest = {k: v for k, v in config.items() if k != key}
+        yield rest
+        if isinstance(value, dict) and key != "vision_config":
+            yield from (rest | {key: inner} for inner in changed(value))
+        if type(value) in (int, float):
+            yield rest | {key: -value}
+        yield from (rest | {key: wrong} for wrong in VALUES)
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(11, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_keys_that_are_dropped_negated_or_of_another_type(case, step):
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    kind = config_class(config["model_type"])
+    refused = 0
+    for wrong in islice(changed(config), 0, None, step):
+        try:
+            parsed = kind.from_dict(wrong, file="config.json")
+            parsed.name_rules()
+            if parsed.num_hidden_layers < 1000:
+                parsed.state_bytes(7)
+        except MoefluxError as error:
+            refused += 1
+            assert "\n" not in str(error)  # noqa: PT017
+    assert refused > 20
