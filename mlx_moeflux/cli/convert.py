@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
             progress=bar.update,
         )
     print(f"wrote {out}", file=sys.stderr)
-    if unused := open_sizes(args.model, gguf_file=args.gguf_file).prediction_bytes:
+    sizes = open_sizes(args.model, revision=args.revision, gguf_file=args.gguf_file)
+    if unused := sizes.prediction_bytes:
         what = f"{format_bytes(unused)} of multi-token prediction"
         print(f"left out {what}; drafts are not used yet", file=sys.stderr)
     if lossy := open_checkpoint(out).approximated:

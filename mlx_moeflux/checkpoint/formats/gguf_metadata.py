@@ -305,6 +305,8 @@ def indexer_types(header: Header) -> Config:
 
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
+# Pairs whose frequency is divided by so much do not turn.
+NO_TURN = 1e20
 
 
 def _of_layers(header: Header, key: str) -> list[Any]:
@@ -410,6 +412,3 @@ def turned_share(factors: np.ndarray, file: Any) -> float:
             "those are computed."
         )
     return turns / len(factors)
-
-
-NO_TURN = 1e20
