@@ -18,6 +18,7 @@ from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.kernels.runtime.cuda import nvrtc, upload
 from mlx_moeflux.kernels.runtime.cuda.upload import (
     MOST_PIECES,
     DriverError,
@@ -249,7 +250,16 @@ def test_what_was_read_meanwhile_takes_one_launch(tmp_path, host, form):
     reader.close()
 
 
-@pytest.mark.usefixtures("small_blocks")
+def test_a_kernel_that_does_not_compile_is_one_line(monkeypatch):
+    class Driver:
+        def compile(self):
+            raise nvrtc.CompilerError("nvrtcCompileProgram failed:\nerror: no such thing")
+
+    monkeypatch.setattr(upload, "driver", Driver)
+    with pytest.warns(UserWarning, match=r"page by page: nvrtc\w+ failed: error: no such thing$"):
+        assert upload.uploads_for(1000, 2) is None
+
+
 def test_a_launch_that_is_refused_is_one_line(experts, host):
     call = random_call(1, seed=1)
     with StreamedStore(make_reader("pread", experts.refs), E, threads=2) as store:

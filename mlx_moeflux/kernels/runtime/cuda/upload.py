@@ -7,7 +7,7 @@ there, where a copy of the driver's own moves a single piece, and most pieces ar
 the bus busy.
 
 MLX offers none of this, so this module calls the driver's own library. Where the library cannot be
-loaded, or refuses, the host writes banks as on other machines.
+loaded, or it or the compiler refuses, the host writes banks as on other machines.
 """
 
 from __future__ import annotations
@@ -65,12 +65,11 @@ class DriverError(MoefluxError):
 
 class Driver:
     """The few functions of ``libcuda`` that uploads need, on the context that MLX uses, and the
-    kernel that copies.
+    kernel that copies once it is compiled.
 
     Raises:
         OSError: There is no driver.
         DriverError: It refused.
-        nvrtc.CompilerError: There is no compiler for the kernel, or it refused.
     """
 
     def __init__(self):
@@ -94,16 +93,32 @@ class Driver:
         self._stream = ctypes.c_void_p()
         stream = ctypes.byref(self._stream), _NON_BLOCKING, greatest
         self.call("cuStreamCreateWithPriority", *stream)
-        code, name = _compiled()
-        module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), code)
-        self.call("cuModuleGetFunction", ctypes.byref(self._kernel), module, name.encode())
+        self._kernel = ctypes.c_void_p()
 
     def call(self, name: str, *arguments: object) -> None:
         """Call one function by name."""
         result = getattr(self._library, name)(*arguments)
         if result:
             raise DriverError(name, result)
+
+    def compile(self) -> None:
+        """Compile the kernel, once: what follows launches it. A resident model needs none.
+
+        Raises:
+            DriverError: The driver refused it.
+            nvrtc.CompilerError: There is no compiler, or it refused.
+        """
+        if self._kernel.value is not None:
+            return
+        architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
+        compiler = nvrtc.find(architecture)
+        if compiler is None:
+            raise nvrtc.CompilerError(f"NVRTC was not found for '{architecture}'.")
+        code, name = compiler.compile(SOURCE.read_text("ascii"), KERNEL)
+        self._enter()
+        module = ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), code)
+        self.call("cuModuleGetFunction", ctypes.byref(self._kernel), module, name.encode())
 
     def upload(self, pieces: Sequence[tuple[int, int, int]], event: object) -> None:
         """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's. The driver
@@ -201,18 +216,8 @@ def _driver() -> Driver | None:
         return None
     try:
         return Driver()
-    except (OSError, AttributeError, DriverError, nvrtc.CompilerError) as error:
-        warnings.warn(f"Experts reach the GPU slowly, page by page: {error}", stacklevel=2)
+    except (OSError, AttributeError, DriverError):
         return None
-
-
-def _compiled() -> tuple[bytes, str]:
-    """Return the machine code of ``scatter.cu`` for this GPU, and the kernel's name in it."""
-    architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
-    compiler = nvrtc.find(architecture)
-    if compiler is None:
-        raise nvrtc.CompilerError(f"NVRTC was not found for '{architecture}'.")
-    return compiler.compile(SOURCE.read_text("ascii"), KERNEL)
 
 
 def bytes_of(array: mx.array) -> memoryview:
@@ -284,7 +289,15 @@ class Uploads:
 def uploads_for(nbytes: int, threads: int) -> Uploads | None:
     """Return staging for blocks of at most `nbytes`; None where the host writes banks itself."""
     found = driver()
-    return None if found is None else Uploads(found, nbytes, threads)
+    if found is None:
+        return None
+    try:
+        found.compile()
+    except (DriverError, nvrtc.CompilerError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"Experts reach the GPU slowly, page by page: {reason}", stacklevel=2)
+        return None
+    return Uploads(found, nbytes, threads)
 
 
 class Staging:
