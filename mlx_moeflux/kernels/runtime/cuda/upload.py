@@ -233,7 +233,7 @@ def address_of(view: memoryview) -> int:
 
 class Uploads:
     """Page-locked memory of all reading threads and the caller. Each has two blocks: it reads into
-    one while the driver copies the other. One allocation serves all: locking pages takes long.
+    one while the GPU copies the other. One allocation serves all: locking pages takes long.
 
     reached_for: The driver gets its advice again after so many arrays.
     """
