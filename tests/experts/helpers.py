@@ -20,6 +20,7 @@ E, K, C, F = 7, 3, 64, 128
 LAYERS = (3, 5)
 FORMS = ("packed", "stacked", "separate")
 FOUR_BIT = (QuantSpec(4), QuantSpec(4), QuantSpec(4))
+FLOATS = (None, None, None)
 MIXED = (QuantSpec(3, 32), None, QuantSpec(8, 128))
 
 
@@ -169,6 +170,20 @@ def bank_is_right(store, experts: Experts) -> bool:
             if b"".join(views) != experts.block(layer, expert):
                 return False
     return True
+
+
+def arrive_at_random(store, experts: Experts, rounds: int = 20) -> None:
+    """Read random experts in place of others; what the bank then holds is right."""
+    rng = np.random.default_rng(0)
+    for i in range(rounds):
+        for layer in LAYERS:
+            count = int(rng.integers(1, store.slots[layer] + 1))
+            chosen = rng.choice(experts.num_experts, count, replace=False).tolist()
+            assert store.read_missing(layer, chosen, protected=chosen)
+            assert set(chosen) <= set(store.residents(layer))
+        if i % 4 == 3:
+            assert bank_is_right(store, experts)
+    assert store.stats().total.evictions > rounds
 
 
 def banks(model) -> list[int]:

@@ -88,7 +88,11 @@ class _Outcome(ctypes.Structure):
 class Device(ctypes.Structure):
     """Functions of a GPU's driver and their arguments, see ``native_reads.c``."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("enter", "copy", "finish", "context", "stream"))
+    _fields_ = (
+        *((n, c_void_p) for n in ("enter", "launch", "finish", "context", "stream", "kernel")),
+        ("blocks", c_uint32),
+        ("threads", c_uint32),
+    )
 
 
 @functools.cache

@@ -20,7 +20,7 @@
 #define st_mtim st_mtimespec
 #endif
 
-enum { MOST_COMPONENTS = 16, SECOND = 1000000000, PAGE = 4096, SECTOR = 512 };
+enum { MOST_COMPONENTS = 16, MOST_PIECES = 128, SECOND = 1000000000, PAGE = 4096, SECTOR = 512 };
 enum { ENDS_EARLY = -1, REFUSED = -2, WRONG = -3, CHANGED = -4 };
 
 /* An open file, and what the system said of its path then. */
@@ -51,12 +51,23 @@ typedef struct {
   uint32_t rest;
 } Outcome;
 
-/* Functions of a GPU's driver, for slots that the host does not write; else NULL. */
+/* What a launch of the kernel in scatter.cu copies; it declares the same. */
+typedef struct {
+  uint64_t count;
+  struct {
+    uint64_t to, from, nbytes;
+  } piece[MOST_PIECES];
+} Pieces;
+
+/* Functions of a GPU's driver, for slots that the host does not write; else NULL. kernel: that copies
+   pieces, in `blocks` of `threads`. */
 typedef struct {
   int (*enter)(void *context);
-  int (*copy)(uint64_t to, const void *from, size_t nbytes, void *stream);
+  int (*launch)(void *kernel, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                unsigned memory, void *stream, void **arguments, void **extra);
   int (*finish)(void *stream);
-  void *context, *stream;
+  void *context, *stream, *kernel;
+  uint32_t blocks, threads;
 } Device;
 
 /* What reads: a thread of the pool, or the caller. memory: its buffer, or NULL. used: bytes of it.
@@ -267,14 +278,33 @@ static int read_straight(Part *part, int fd, int64_t *done) {
 }
 
 /* Copy a part from a buffer to where it belongs. */
-static int scatter(const Device *device, Part *part) {
-  uint8_t *from = part->from;
-  for (int i = 0; i < part->pieces; from += part->sizes[i++]) {
-    uint8_t *to = part->into[i];
-    if (!device->copy) memcpy(to, from, part->sizes[i]);
-    else if (device->copy((uint64_t)to, from, part->sizes[i], device->stream)) return REFUSED;
+static void scatter(const Part *part) {
+  const uint8_t *from = part->from;
+  for (int i = 0; i < part->pieces; from += part->sizes[i++]) memcpy(part->into[i], from, part->sizes[i]);
+}
+
+/* Begin to copy pieces, and empty the list of them. */
+static int launch(const Device *device, Pieces *pieces) {
+  void *arguments[] = {pieces};
+  int refused = device->launch(device->kernel, device->blocks, 1, 1, device->threads, 1, 1, 0,
+                               device->stream, arguments, NULL);
+  pieces->count = 0;
+  return refused ? REFUSED : 0;
+}
+
+/* Let the device copy parts from buffers to where they belong, as many as there are with one launch. */
+static int send(const Device *device, const Part *part) {
+  Pieces pieces = {0};
+  for (; part; part = part->following) {
+    const uint8_t *from = part->from;
+    for (int i = 0; i < part->pieces; from += part->sizes[i++]) {
+      if (pieces.count == MOST_PIECES && launch(device, &pieces)) return REFUSED;
+      pieces.piece[pieces.count].to = (uint64_t)part->into[i];
+      pieces.piece[pieces.count].from = (uint64_t)from;
+      pieces.piece[pieces.count++].nbytes = part->sizes[i];
+    }
   }
-  return 0;
+  return launch(device, &pieces);
 }
 
 /* Make room for `nbytes` in the buffer, once the device has copied what is there. */
@@ -299,8 +329,8 @@ static int read_through(Hand *hand, Part *part, int fd, int64_t *done) {
   int error = fill(fd, at, part->offset - before, room, needed, pool->alignment > 1 ? SECTOR : 1, &got);
   *done = larger(0, smaller(got, needed) - before);
   part->from = at + before;
-  if (pool->device.copy) hand->used += up(room, PAGE);
-  else if (!error) scatter(&pool->device, part);
+  if (pool->device.launch) hand->used += up(room, PAGE);
+  else if (!error) scatter(part);
   return error;
 }
 
@@ -326,8 +356,7 @@ static void copy_parts(Pool *pool) {
   for (Part *parts; (parts = pool->read);) {
     pool->read = NULL;
     pthread_mutex_unlock(&pool->lock);
-    int error = device->enter(device->context) ? REFUSED : 0;
-    for (Part *part = parts; part && !error; part = part->following) error = scatter(device, part);
+    int error = device->enter(device->context) ? REFUSED : send(device, parts);
     pthread_mutex_lock(&pool->lock);
     for (Part *part = parts, *following; part; part = following) {
       following = part->following; /* the batch may end, and with it its memory */
@@ -356,7 +385,7 @@ static void read_part(Hand *hand, Part *part) {
   pthread_mutex_lock(&pool->lock);
   part->batch->outcomes[part->block].nanoseconds += nanoseconds;
   part->batch->outcomes[part->block].rest ^= sum;
-  if (error || no_file || !pool->device.copy) {
+  if (error || no_file || !pool->device.launch) {
     end_part(pool, part, done, error);
   } else {
     hand->waiting++;

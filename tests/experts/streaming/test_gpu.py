@@ -1,14 +1,32 @@
 """Oracle: the resident store on the CPU in float32. Stock kernels take paths that depend on the
 number of slots, so only tolerances are claimed here."""
 
+import signal
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_moeflux.experts.budget import measure_memory
 from mlx_moeflux.experts.io.readers import READERS
+from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.streaming.store import StreamedStore
-from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
+from tests.experts.conftest import read_by
+from tests.experts.helpers import (
+    FLOATS,
+    FORMS,
+    FOUR_BIT,
+    LAYERS,
+    E,
+    K,
+    Wrapped,
+    arrive_at_random,
+    bank_is_right,
+    random_call,
+    random_experts,
+    write_experts,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +87,79 @@ def test_resize(experts, open_store):
         assert bank_is_right(store, experts)
 
 
-@pytest.mark.skipif(not mx.cuda.is_available(), reason="an upload is NVIDIA's")
+NVIDIA = pytest.mark.skipif(not mx.cuda.is_available(), reason="an upload is NVIDIA's")
+# Blocks of many chunks, of which several threads read parts, and of sizes that no word divides.
+SHAPES = {
+    "large": partial(random_experts, FOUR_BIT, hidden=512, inner=320),
+    "tiny": partial(random_experts, FOUR_BIT),
+    "odd": partial(random_experts, FLOATS, hidden=15, inner=7),
+}
+
+
+@NVIDIA
+@read_by("threads", "python threads")
+@pytest.mark.parametrize("name", ["pread", "direct"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_banks_hold_the_files_bytes(tmp_path, small_blocks, shape, form, name):
+    experts = write_experts(tmp_path, SHAPES[shape](), form)
+    with StreamedStore(READERS[name](experts.refs, least_piece=1000), 4) as store:
+        assert store._uploads is not None
+        arrive_at_random(store, experts, rounds=40)
+
+
+@NVIDIA
+def test_banks_hold_what_readers_of_ones_own_give(tmp_path):
+    """Threads of Python read or decode whole blocks."""
+    experts = write_experts(tmp_path, SHAPES["large"](), "stacked")
+    reader = Wrapped(READERS["pread"](experts.refs), lambda *block: None)
+    with StreamedStore(reader, 4) as store:
+        arrive_at_random(store, experts, rounds=40)
+
+
+@NVIDIA
+def test_banks_hold_the_bytes_of_two_copies(tmp_path):
+    made = SHAPES["large"]()
+    places = {p: write_experts(tmp_path / p, made, "packed").refs.copy() for p in "ab"}
+    with StreamedStore(open_readers("pread", places), 4) as store:
+        arrive_at_random(store, made, rounds=40)
+        assert all(place.bytes_read for place in store.stats().places.values())
+
+
+@NVIDIA
+@read_by("threads", "python threads")
+def test_interrupts_leave_banks_right(tmp_path, small_blocks):
+    experts = write_experts(tmp_path, SHAPES["large"](), "stacked")
+    interrupted, armed, random = 0, False, np.random.default_rng(3)
+
+    def handler(number, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        with StreamedStore(READERS["pread"](experts.refs, least_piece=1000), 4) as store:
+            for i in range(300):
+                chosen = random.choice(E, 4, replace=False).tolist()
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-4 * random.random())
+                    store.read_missing(3, chosen, protected=chosen)
+                    armed = False
+                except KeyboardInterrupt:
+                    interrupted += 1
+                if i % 10 == 9:
+                    assert bank_is_right(store, experts)
+            assert interrupted > 30
+            arrive_at_random(store, experts)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@NVIDIA
 @pytest.mark.parametrize(
     ("name", "pieces"),
     [("pread", {"least_piece": 1000}), ("direct", {"least_piece": 1000}), ("memory", {})],

@@ -2,10 +2,12 @@
 
 A bank that the host can address is managed memory there. When the host writes a block, each of its
 pages moves from the GPU and back, fault by fault. So the pages of a bank stay on the GPU: threads
-read blocks into page-locked memory, and the driver copies them.
+read blocks into page-locked memory, and a kernel copies them. One launch copies all pieces that are
+there, where a copy of the driver's own moves a single piece, and most pieces are too small to keep
+the bus busy.
 
 MLX offers none of this, so this module calls the driver's own library. Where the library cannot be
-loaded, or refuses, the host writes banks as on other machines.
+loaded, or it or the compiler refuses, the host writes banks as on other machines.
 """
 
 from __future__ import annotations
@@ -14,18 +16,44 @@ import ctypes
 import functools
 import mmap
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.kernels.runtime.cuda import nvrtc
 
 _PREFERRED_LOCATION, _ACCESSED_BY, _PORTABLE, _NON_BLOCKING, _UNTIMED, _DEVICE = 3, 5, 1, 1, 2, 0
 _GRANULE = mmap.PAGESIZE
 BUFFERS = 2
 # The driver gets its advice again after so many arrays.
 REACHED_FOR = 1000
+
+SOURCE, KERNEL = Path(__file__).with_name("scatter.cu"), "scatter"
+# Of scatter.cu.
+MOST_PIECES = 128
+# So many threads keep the bus busy, and leave nearly all of the GPU to others.
+BLOCKS, THREADS = 32, 256
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("to", "source", "nbytes"))
+
+
+class Pieces(ctypes.Structure):
+    """The argument of the kernel in ``scatter.cu``."""
+
+    _fields_ = (("count", ctypes.c_uint64), ("piece", _Piece * MOST_PIECES))
+
+
+def launches(pieces: Sequence[tuple[int, int, int]]) -> list[Pieces]:
+    """Return the arguments of the launches that copy (to, from, bytes)."""
+    starts = range(0, len(pieces), MOST_PIECES)
+    groups = (tuple(pieces[start : start + MOST_PIECES]) for start in starts)
+    return [Pieces(len(group), group) for group in groups]
 
 
 class DriverError(MoefluxError):
@@ -36,7 +64,8 @@ class DriverError(MoefluxError):
 
 
 class Driver:
-    """The few functions of ``libcuda`` that uploads need, on the context that MLX uses.
+    """The few functions of ``libcuda`` that uploads need, on the context that MLX uses, and the
+    kernel that copies once it is compiled.
 
     Raises:
         OSError: There is no driver.
@@ -48,18 +77,23 @@ class Driver:
         self._context = ctypes.c_void_p()
         self._local = threading.local()
         # These return immediately. They keep the interpreter lock: eight threads that pass it on
-        # nine times a block would leave the disk idle.
+        # at every call would leave the disk idle.
         quick = ctypes.PyDLL("libcuda.so.1")
-        self._copy, self._record, self._query = (
-            getattr(quick, name)
-            for name in ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
+        self._launch, self._record, self._query = (
+            getattr(quick, name) for name in ("cuLaunchKernel", "cuEventRecord", "cuEventQuery")
         )
-        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._launch.argtypes = (pointer, *[number] * 7, *[pointer] * 3)
         self.call("cuInit", 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _DEVICE)
         self._enter()
+        # Kernels of a prompt fill the GPU: what copies the next experts has precedence.
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        self.call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         self._stream = ctypes.c_void_p()
-        self.call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+        stream = ctypes.byref(self._stream), _NON_BLOCKING, greatest
+        self.call("cuStreamCreateWithPriority", *stream)
+        self._kernel = ctypes.c_void_p()
 
     def call(self, name: str, *arguments: object) -> None:
         """Call one function by name."""
@@ -67,22 +101,45 @@ class Driver:
         if result:
             raise DriverError(name, result)
 
+    def compile(self) -> None:
+        """Compile the kernel, once: what follows launches it. A resident model needs none.
+
+        Raises:
+            DriverError: The driver refused it.
+            nvrtc.CompilerError: There is no compiler, or it refused.
+        """
+        if self._kernel.value is not None:
+            return
+        architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
+        compiler = nvrtc.find(architecture)
+        if compiler is None:
+            raise nvrtc.CompilerError(f"NVRTC was not found for '{architecture}'.")
+        code, name = compiler.compile(SOURCE.read_text("ascii"), KERNEL)
+        self._enter()
+        module = ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), code)
+        self.call("cuModuleGetFunction", ctypes.byref(self._kernel), module, name.encode())
+
     def upload(self, pieces: Sequence[tuple[int, int, int]], event: object) -> None:
         """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's. The driver
         signals `event`, of :meth:`event`, afterwards. Copies of all threads run in order."""
         self._enter()
-        for to, source, nbytes in pieces:
-            if result := self._copy(to, source, nbytes, self._stream):
-                raise DriverError("cuMemcpyHtoDAsync_v2", result)
+        for argument in launches(pieces):
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+            grid = BLOCKS, 1, 1, THREADS, 1, 1
+            if result := self._launch(self._kernel, *grid, 0, self._stream, arguments, None):
+                raise DriverError("cuLaunchKernel", result)
         if result := self._record(event, self._stream):
             raise DriverError("cuEventRecord", result)
 
     def functions(self) -> list[int | None]:
-        """Return the addresses of the functions that enter the context, copy to the GPU and wait
-        for all copies, and the context and the stream that they take."""
-        names = "cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"
+        """Return the addresses of the functions that enter the context, launch a kernel and wait
+        for all copies; the context, the stream and the kernel that they take; the blocks of a
+        launch, and the threads of a block."""
+        names = "cuCtxSetCurrent", "cuLaunchKernel", "cuStreamSynchronize"
         found = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p) for name in names]
-        return [address.value for address in (*found, self._context, self._stream)]
+        pointers = *found, self._context, self._stream, self._kernel
+        return [*(pointer.value for pointer in pointers), BLOCKS, THREADS]
 
     def event(self) -> object:
         """Return an event for :meth:`upload`; one that was not given to it is already over."""
@@ -176,7 +233,7 @@ def address_of(view: memoryview) -> int:
 
 class Uploads:
     """Page-locked memory of all reading threads and the caller. Each has two blocks: it reads into
-    one while the driver copies the other. One allocation serves all: locking pages takes long.
+    one while the GPU copies the other. One allocation serves all: locking pages takes long.
 
     reached_for: The driver gets its advice again after so many arrays.
     """
@@ -201,8 +258,8 @@ class Uploads:
         return self._local.staging
 
     def native(self) -> tuple[list[int | None], memoryview]:
-        """Return what threads without an interpreter need: the driver's functions that set the
-        context, copy, and wait, their context and stream; and the memory, `nbytes` a thread."""
+        """Return what threads without an interpreter need: :meth:`Driver.functions`, and the
+        memory, `nbytes` a thread."""
         return self._driver.functions(), self._memory
 
     def advise_gpu(self, array: mx.array) -> None:
@@ -226,13 +283,21 @@ class Uploads:
     @staticmethod
     def refusal(result: int) -> MoefluxError:
         """Return the error for a copy of :meth:`native` threads that the driver refused."""
-        return DriverError("cuMemcpyHtoDAsync_v2", result)
+        return DriverError("cuLaunchKernel", result)
 
 
 def uploads_for(nbytes: int, threads: int) -> Uploads | None:
     """Return staging for blocks of at most `nbytes`; None where the host writes banks itself."""
     found = driver()
-    return None if found is None else Uploads(found, nbytes, threads)
+    if found is None:
+        return None
+    try:
+        found.compile()
+    except (DriverError, nvrtc.CompilerError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"Experts reach the GPU slowly, page by page: {reason}", stacklevel=2)
+        return None
+    return Uploads(found, nbytes, threads)
 
 
 class Staging:
