@@ -345,3 +345,41 @@ def test_the_first_token_comes_in_a_tenth_of_the_time(directory, which, tmp_path
     assert [read for _, read, _ in known] == [20] * 5
     seconds = [min(took for _, _, took in runs) for runs in (known, cold)]
     assert seconds[0] <= 0.1 * seconds[1], (known, cold)
+
+
+def test_a_request_costs_the_same_among_few_and_many_entries(hybrid):
+    """Counts the lines of the cache that run, not time: with and without states to remove."""
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    def watch(frame, event, argument):
+        return count if "cache/prompt/" in frame.f_code.co_filename else None
+
+    state = hybrid.make_cache()
+    hybrid(mx.array([[1, 2, 3, 4]]), state)
+
+    def request(i):
+        """A prompt that shares its first token with a fourth of the others."""
+        nonlocal lines
+        prompt, lines = [i % 4, 5 + i % 64, 70 + i // 64, 4], 0
+        sys.settrace(watch)
+        try:
+            cache.resume(hybrid, prompt)
+            cache.store(hybrid, prompt, state)
+        finally:
+            sys.settrace(None)
+        return lines
+
+    with PromptCache() as cache:
+        few = max(request(i) for i in range(40))
+        assert few > 40
+        # A prompt of four tokens passes at most four places where others differ.
+        assert max(request(i) for i in range(40, 400)) <= few + 100
+        cache.memory_bytes = cache.nbytes
+        assert max(request(i) for i in range(400, 410)) <= few + 200
+        assert len(cache) == 400
+        assert cache.nbytes <= cache.memory_bytes

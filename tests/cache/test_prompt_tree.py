@@ -55,6 +55,63 @@ def test_look_ups_are_those_of_a_list(entered, prompt):
     assert tuple(path[: cut.tokens]) == prompt[: cut.tokens]
 
 
+@given(entries, st.lists(st.integers(0, 7), max_size=4), prompts)
+def test_look_ups_after_nodes_were_removed(entered, gone, prompt):
+    """They are those of a tree that never had them."""
+    root, _ = grown((tokens, False) for tokens, _ in entered)
+    for i in gone:
+        nodes = [node for node in root.family() if node.parent]
+        if nodes:
+            nodes[i % len(nodes)].remove()
+    left = [node for node in root.family() if node.parent]
+    assert root.held.nodes == len(left)
+    assert all(node.rooted for node in left)
+    known = [tuple(np.concatenate([n.tokens for n in node.path()])) for node in left]
+    begun = [path for path in known if prompt[: len(path)] == path]
+    assert deepest(root, ids(prompt)).end == max(map(len, begun), default=0)
+    longest = max((common(path, prompt) for path in known), default=0)
+    assert shared(root, ids(prompt)) == longest
+    cut = best_start(root, ids(prompt), cut=True)
+    whole = [len(path) for path in begun if path != prompt]
+    assert cut.tokens == max([*whole, min(longest, len(prompt) - 1)])
+    assert cut.node in (root, *left)
+    assert cut.node is root or cut.node.end - len(cut.node.tokens) <= cut.tokens <= cut.node.end
+    places = [root.place]
+    for place in places:
+        places += place.below.values()
+        assert place is root.place or place.nodes or len(place.below) > 1
+    assert len(places) <= 2 * len(left) + 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["", "pending", "stored"])), max_size=30)
+)
+def test_memory_is_that_of_the_nodes_used_last(uses):
+    """Oracle: all nodes in a list, the least recently used first."""
+    root, nodes, limit = Node.root("model"), {}, 500
+    listed: list[Node] = []
+    for token, disk in uses:
+        node = nodes.get(token)
+        if node is None or not node.rooted:
+            node = nodes[token] = root.add(ids((token,)))
+        if node.arrays is None:
+            node.hold({"a": np.zeros(40 + 10 * token, np.uint8)})
+        node.disk = disk
+        root.held.use(node)
+        listed = [n for n in listed if n is not node] + [node]
+        left, excess = [], sum(n.nbytes for n in listed) - limit
+        for one in listed:
+            if excess > 0 and one.disk != "pending":
+                excess -= one.nbytes
+            else:
+                left.append(one)
+        root.held.shrink(limit)
+        assert [n for n in listed if n.arrays is not None] == left
+        assert root.held.nbytes == sum(n.nbytes for n in left)
+        assert all(n.rooted == (n.arrays is not None or n.disk == "stored") for n in listed)
+        listed = left
+
+
 @given(prompts, prompts)
 def test_a_key_is_that_of_model_and_tokens_alone(a, b):
     keys = [child_key("model", ids(tokens)) for tokens in (a, b)]

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.prompt.disk import PromptDirectory
-from mlx_moeflux.cache.prompt.tree import Match, Node, best_start, deepest, shared
+from mlx_moeflux.cache.prompt.tree import Held, Match, Node, best_start, deepest, shared
 from mlx_moeflux.cache.state.sequence import SequenceState
 from mlx_moeflux.cache.state.spec import StateSpec, adopt, export
 from mlx_moeflux.errors import CacheError, InputError
@@ -106,17 +106,17 @@ class PromptCache:
         self.tokens_reused = self.tokens_asked = 0
         self._disk = None if directory is None else PromptDirectory(directory, disk_bytes)
         self._roots: dict[str, Node] = {}
-        self._clock = 0
+        self._held = Held()
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         """Return the number of stored positions of all models."""
-        return sum(1 for root in self._roots.values() for _ in root.family()) - len(self._roots)
+        return self._held.nodes
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all states in memory."""
-        return sum(node.nbytes for root in self._roots.values() for node in root.family())
+        return self._held.nbytes
 
     @property
     def bytes_written(self) -> int:
@@ -154,7 +154,7 @@ class PromptCache:
                 # Ranks that know different beginnings read the whole prompt.
                 match, arrays, stops = Match(root, 0), {}, begun
             self._use(match.node, root)
-            self._shrink()
+            self._held.shrink(self.memory_bytes)
             self.tokens_asked += len(ids)
             self.tokens_reused += match.tokens
         logits = arrays.pop("logits", None)
@@ -198,36 +198,37 @@ class PromptCache:
                 return
             node = parent if known else parent.add(ids[parent.end :].copy())
             try:
-                node.arrays = export(state, node.end - len(node.tokens), node.end)
+                arrays = export(state, node.end - len(node.tokens), node.end)
             except CacheError:
                 if not known:
                     node.remove()
                 raise
             if logits is not None:
-                node.arrays["logits"] = mx.array(logits)
-            node.has_logits = logits is not None
+                arrays["logits"] = mx.array(logits)
             node.experts = _experts_in_memory(model.store)
-            mx.eval(node.arrays)
+            mx.eval(arrays)
+            node.hold(arrays)
             if self._disk:
                 node.disk = ""
                 for one in node.path():
                     if not one.disk and one.arrays is not None:
                         self._disk.write_later(one, root)
             self._use(node, root)
-            self._shrink()
+            self._held.shrink(self.memory_bytes)
 
     def flush(self) -> None:
         """Wait until all states are on disk."""
         if self._disk:
             self._disk.flush()
             with self._lock:
-                self._shrink()
+                self._held.shrink(self.memory_bytes)
 
     def close(self) -> None:
         """Finish pending writes and free all states in memory."""
         if self._disk:
             self._disk.close()
         self._roots.clear()
+        self._held = Held()
 
     def __enter__(self) -> PromptCache:
         return self
@@ -236,7 +237,7 @@ class PromptCache:
         self.close()
 
     def _root(self, spec: StateSpec) -> Node:
-        root = self._roots.setdefault(spec.identity, Node.root(spec.identity))
+        root = self._roots.setdefault(spec.identity, Node.root(spec.identity, self._held))
         if self._disk:
             self._disk.update(root)
         return root
@@ -254,11 +255,10 @@ class PromptCache:
             if node.arrays is None:
                 assert self._disk is not None  # only stored nodes lose their arrays
                 try:
-                    node.arrays = self._disk.read(node, root, spec)
+                    node.hold(self._disk.read(node, root, spec))
                 except CacheError:
                     node.remove()
                     raise
-                node.has_logits = "logits" in node.arrays
             held.append(node.arrays)
         if not held:
             return {}
@@ -275,27 +275,9 @@ class PromptCache:
     def _use(self, node: Node, root: Node) -> None:
         path = node.path()
         for one in path[::-1]:
-            self._clock += 1
-            one.used = self._clock
+            self._held.use(one)
         if self._disk:
             self._disk.touch([one for one in path if one.disk == "stored"], root)
-
-    def _shrink(self) -> None:
-        """Free the least recently used arrays above the memory limit.
-
-        Stored nodes lose their arrays, leaves that are not on disk are removed, and nodes that are
-        being written stay.
-        """
-        nodes = [node for root in self._roots.values() for node in root.family() if node.arrays]
-        excess = sum(node.nbytes for node in nodes) - self.memory_bytes
-        for node in sorted(nodes, key=lambda node: node.used):
-            if excess <= 0:
-                return
-            if node.disk == "stored" or (not node.disk and not node.children):
-                excess -= node.nbytes
-                if node.disk != "stored":
-                    node.remove()
-                node.arrays = None
 
 
 def _experts_in_memory(store: Any) -> dict[int, list[int]]:

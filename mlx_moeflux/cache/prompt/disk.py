@@ -52,6 +52,7 @@ class PromptDirectory:
         self._writer = ThreadPoolExecutor(1, "prompt-cache")
         self._pending: set[Future] = set()
         self._known: dict[str, set[str]] = {}
+        self._nodes: dict[str, dict[str, Node]] = {}
         self._bad: set[Path] = set()
         self._complaints: list[str] = []
         self._lock = threading.Lock()
@@ -74,11 +75,15 @@ class PromptDirectory:
         except OSError:
             names = set()
         known = self._known.setdefault(root.key, set())
-        for node in list(root.family()):
-            if node.disk == "stored" and node.key + SUFFIX not in names:
+        nodes = self._nodes.setdefault(root.key, {})
+        for name in nodes.keys() - names:
+            node = nodes[name]
+            if node.disk == "stored":
                 node.disk = ""
                 if node.arrays is None:
                     node.remove()
+            if not node.rooted:
+                del nodes[name]
         fresh = [f for name in sorted(names - known) if (f := self._open(folder / name, root.key))]
         known &= names
         known |= names
@@ -119,6 +124,7 @@ class PromptDirectory:
         path, line = self._path(root, node), node.path()
         self._bad.discard(path)
         self._known.setdefault(root.key, set()).add(path.name)
+        self._nodes.setdefault(root.key, {})[path.name] = node
         tokens = mx.array(node.tokens)
         host = to_host({**node.arrays, "tokens": tokens})
         facts = {
@@ -201,16 +207,17 @@ class PromptDirectory:
 
     def _link(self, root: Node, fresh: list[StateFile]) -> None:
         """Add files whose parents are in the tree; other parents were removed or are damaged."""
-        nodes = {node.key: node for node in root.family()}
+        nodes = self._nodes[root.key]
         waiting = sorted(fresh, key=lambda file: file.number("end"))
         for file in waiting:
-            parent = nodes.get(file.facts["parent"])
-            if parent is None:
+            named = file.facts["parent"]
+            parent = root if named == root.key else nodes.get(named + SUFFIX)
+            if parent is None or not parent.rooted:
                 self._known[root.key].discard(file.path.name)
                 continue
             tokens = np.array(file.array("tokens"))
             node = parent.add(tokens)
-            nodes[node.key] = node
+            nodes[file.path.name] = node
             node.disk = node.disk or "stored"
             node.has_logits |= "logits" in file.specs
             with contextlib.suppress(CacheError, ValueError, AttributeError, TypeError):
