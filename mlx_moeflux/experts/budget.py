@@ -7,16 +7,13 @@ staging buffers.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
+from mlx_moeflux.experts.system_memory import available_memory
 
 AUTO = "auto"
 RESERVE_BYTES = 10**9
@@ -144,17 +141,19 @@ def measure_memory() -> Memory:
     from mlx_moeflux.kernels.runtime import device
 
     kind = device.kind()
+    if kind == "cuda":
+        info = mx.device_info(mx.gpu)
+        free = int(info.get("free_memory", info.get("total_memory", 0)))
+        return Memory("cuda", free, free, "the GPU's free memory")
+    free, parts = available_memory()
+    seen = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items())
+    what = "the available memory" + (f" ({seen})" if seen else "")
     if kind == "cpu":
-        free, seen = _available()
-        return Memory("cpu", free, int(0.6 * free), f"0.6 of the available memory{seen}")
-    info = mx.device_info(mx.gpu)
-    if kind == "metal":
-        most, (free, seen) = int(info["max_recommended_working_set_size"]), _available()
-        what = f"the available memory{seen}" if free < most else "the recommended working set"
-        free = min(free, most)
-        return Memory("metal", free, int(0.9 * free), f"0.9 of {what}")
-    free = int(info.get("free_memory", info.get("total_memory", 0)))
-    return Memory("cuda", free, free, "the GPU's free memory")
+        return Memory("cpu", free, int(0.6 * free), f"0.6 of {what}")
+    most = int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
+    if free >= most:
+        free, what = most, "the recommended working set"
+    return Memory("metal", free, int(0.9 * free), f"0.9 of {what}")
 
 
 @dataclass(frozen=True)
@@ -271,57 +270,3 @@ def _unreadable(value: object, what: str) -> InputError:
     return InputError(
         f"the {what} {value!r} is not an amount; give one such as 2GB, 512MiB, 50% or auto."
     )
-
-
-def _available() -> tuple[int, str]:
-    """Return the bytes that can be had without swapping, and their parts in brackets if the system
-    tells them. A container's limit counts too."""
-    if sys.platform == "darwin":
-        return _available_on_macos()
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return _whole_memory(), ""
-    available = [1024 * int(n) for n in re.findall(r"MemAvailable:\s+(\d+)", text)]
-    return min([*available, *_container_bytes()]), ""
-
-
-def _available_on_macos() -> tuple[int, str]:
-    """See :func:`_available`; of the counters of ``vm_stat``. Its free pages exclude speculative
-    ones, which hold files that are read ahead; inactive pages are reused first, and purgeable
-    ones are given up when others need memory."""
-    try:
-        done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return _whole_memory(), ""
-    text = done.stdout.decode("ascii", "replace")
-    size = re.search(r"page size of (\d+) bytes", text)
-    counts = {name: int(n) for name, n in re.findall(r"^Pages (\w+): +(\d+)\.", text, re.M)}
-    if size is None or not {"free", "inactive"} <= counts.keys():
-        return _whole_memory(), ""
-    parts = {
-        "free": counts["free"] + counts.get("speculative", 0),
-        "inactive": counts["inactive"],
-        "purgeable": counts.get("purgeable", 0),
-    }
-    parts = {name: count * int(size[1]) for name, count in parts.items()}
-    seen = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items())
-    return min(sum(parts.values()), _whole_memory()), f" ({seen})"
-
-
-def _whole_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _container_bytes() -> list[int]:
-    """Return the bytes that the limit of this process's control group leaves, if there is one."""
-    root = Path("/sys/fs/cgroup")
-    for folder, limit, used in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            return [int((folder / limit).read_text()) - int((folder / used).read_text())]
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return []

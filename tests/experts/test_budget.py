@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
-from mlx_moeflux.experts import budget
+from mlx_moeflux.experts import system_memory
 from mlx_moeflux.experts.budget import (
     Memory,
     format_bytes,
@@ -185,27 +184,6 @@ def test_measured_memory_is_plausible():
     assert 0 < memory.usable_bytes <= memory.free_bytes < 1 << 48
 
 
-def test_a_container_limit_counts(monkeypatch):
-    files = {
-        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    5000 kB\n",
-        "/sys/fs/cgroup/memory.max": "4000000\n",
-        "/sys/fs/cgroup/memory.current": "1000000\n",
-    }
-
-    def read_text(path, **_):
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert budget._available() == (3_000_000, "")
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert budget._available() == (5_120_000, "")
-    files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "2500000\n"
-    files["/sys/fs/cgroup/memory/memory.usage_in_bytes"] = "500000\n"
-    assert budget._available() == (2_000_000, "")
-
-
 # As macOS prints it, with pages of 16 KiB: 2.5 GiB free and read ahead, 3 inactive, 0.5 purgeable.
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                              131072.
@@ -241,8 +219,8 @@ def macos(monkeypatch):
     mac.on = on
     sizes = {"SC_PHYS_PAGES": lambda: mac.total // 16384, "SC_PAGE_SIZE": lambda: 16384}
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(budget.subprocess, "run", run)
-    monkeypatch.setattr(budget.os, "sysconf", lambda name: sizes[name]())
+    monkeypatch.setattr(system_memory.subprocess, "run", run)
+    monkeypatch.setattr(system_memory.os, "sysconf", lambda name: sizes[name]())
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     info = lambda _: {"max_recommended_working_set_size": mac.working_set}  # noqa: E731
     monkeypatch.setattr(mx, "device_info", info)
