@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             notes = {"model": str(name)}
         size = state.save(args.prompt_cache_file, notes=notes)
         if args.stats:
-            print(stats_table(last.experts, model, details=args.details), file=sys.stderr)
+            table = stats_table(last.experts, model, details=args.details, written=size)
+            print(table, file=sys.stderr)
         print(
             f"wrote {args.prompt_cache_file}: {state.position} tokens, {size / 1e6:.1f} MB",
             file=sys.stderr,

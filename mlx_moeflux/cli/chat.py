@@ -18,15 +18,18 @@ from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.chat_frontend import Frontend, PlainFrontend, Reply
 from mlx_moeflux.cli.common import (
     LOADING,
+    PROMPT_SHARE,
     RANKS,
     add_cache_arguments,
     add_load_arguments,
+    add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
     add_stats_arguments,
     hint_speed,
     kept_by_xtc,
     load_options,
+    memory_pressure,
     prompt_cache,
     quiet_unless_first,
     refuse,
@@ -67,12 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser, "--temp", "--top-p", "--xtc-probability", "--xtc-threshold")
     add("--seed", type=int, default=0, help="of the draws, default %(default)s")
     add("--hide-thinking", action="store_true", help="show what follows </think> only")
-    add(
-        "--idle-release",
-        type=float,
-        metavar="SECONDS",
-        help="free the experts' memory after so long at the prompt; a reply reads them again",
-    )
+    add_memory_arguments(parser)
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_cache_arguments(parser)
     add_load_arguments(parser, *LOADING)
@@ -85,23 +83,28 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from mlx_moeflux import loading
+    from mlx_moeflux.generation.elastic import elastic_banks
 
     options = template_options(args)
     _check(args)
     model, tokenizer = loading.load(
         args.model or loading.BUNDLED_MODEL,
         revision=args.revision,
-        **load_options(args),
+        **{**load_options(args), "reserved_memory": PROMPT_SHARE},
         verbose=True,
     )
     quiet_unless_first(model)
     hint_speed(model)
-    with model, _cache(args) as cache:
+    notes: list[str] = []
+    elastic = elastic_banks(model, memory_pressure(args), notes.append)
+    with model, _cache(args, model.plan.reserved_bytes) as cache:
         mx.random.seed(args.seed % 2**64)
         frontend = make_frontend(args, quiet=not model.leads)
-        conversation = Conversation(args, model, tokenizer, cache, options, frontend)
+        conversation = Conversation(args, model, tokenizer, cache, options, frontend, elastic)
         frontend.note("/help lists the commands")
-        for line in _lines(frontend, model, args.idle_release):
+        for line in _lines(frontend, model, args.idle_release, elastic):
+            while notes:
+                frontend.note(notes.pop(0))
             if not conversation.take(line):
                 break
     return 0
@@ -128,7 +131,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """Messages of a conversation; `cache` keeps the states after them."""
+    """Messages of a conversation; `cache` keeps the states after them, and `elastic` shrinks the
+    model's banks between two tokens."""
 
     def __init__(
         self,
@@ -138,7 +142,9 @@ class Conversation:
         cache: Any,
         options: Any,
         frontend: Frontend,
+        elastic: Any = None,
     ):
+        self._elastic = elastic
         self._args, self._model, self._tokenizer = args, model, tokenizer
         self._cache, self._options, self.frontend = cache, options, frontend
         self._last: Any = None
@@ -221,7 +227,9 @@ class Conversation:
         if experts is None:
             self.frontend.note("the last reply has no statistics")
             return
-        self.frontend.note(stats_table(experts, self._model, details=self._args.details))
+        self._cache.flush()
+        written, details = self._cache.bytes_written, self._args.details
+        self.frontend.note(stats_table(experts, self._model, details=details, written=written))
 
     def _answer(self) -> str:
         """Show a reply and return its text; `_last` is None if none of it came."""
@@ -235,6 +243,8 @@ class Conversation:
                     for self._last in stream:
                         text += self._last.text
                         shown.add(self._last.text)
+                        if self._elastic is not None:
+                            self._elastic.look()
             except KeyboardInterrupt as interrupt:
                 if self._args.distributed:
                     raise  # the other ranks are in the middle of the reply
@@ -327,19 +337,22 @@ def make_frontend(args: argparse.Namespace, *, quiet: bool = False) -> Frontend:
 
 
 @contextlib.contextmanager
-def _cache(args: argparse.Namespace) -> Iterator[Any]:
+def _cache(args: argparse.Namespace, memory_bytes: int) -> Iterator[Any]:
     from mlx_moeflux.cache.prompt.cache import PromptCache
 
-    with prompt_cache(args, replies=True) as on_disk:
-        yield PromptCache(replies=True) if on_disk is None else on_disk
+    options = {"replies": True, "memory_bytes": max(memory_bytes, 1)}
+    with prompt_cache(args, **options) as on_disk:
+        yield PromptCache(**options) if on_disk is None else on_disk
 
 
-def _lines(frontend: Frontend, model: Any, idle_release: float | None) -> Iterator[str]:
+def _lines(
+    frontend: Frontend, model: Any, idle_release: float | None, elastic: Any
+) -> Iterator[str]:
     from mlx_moeflux.generation.idle import released_when_idle
 
     while True:
         try:
-            with released_when_idle(model, idle_release):
+            with released_when_idle(model, idle_release, elastic):
                 line = frontend.line()
         except EOFError:
             return

@@ -22,6 +22,9 @@ RANKS = tuple(name for name, flag in FLAGS.items() if flag.ranks)
 # What a model may be named by, in a help text.
 MODEL = "directory, Hugging Face id or short name"
 
+# What a prompt cache has of the memory that a model may fill.
+PROMPT_SHARE = "5%"
+
 # Flags of mlx-lm that are refused -> reason.
 REFUSED = {
     "--adapter-path": "adapters are not applied to streamed experts",
@@ -129,6 +132,15 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt-cache", metavar="DIR", help="keep states of prompts there and go on from them")
     add("--prompt-cache-disk", default="20GB", metavar="SIZE", help="at most, default %(default)s")
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of memory that is given up for a while."""
+    add = parser.add_argument
+    idle = "free the experts' memory after so long without a prompt; the next one reads them again"
+    add("--idle-release", type=float, metavar="SECONDS", help=idle)
+    fixed = "keep the experts' memory also while the system lacks some"
+    add("--fixed-memory", action="store_true", help=fixed)
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -248,9 +260,19 @@ def kept_by_xtc(tokenizer: Any, vocabulary: int) -> list[int]:
     return [i for i in ids if i < vocabulary]
 
 
-def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
-    """Return a table of expert statistics by layer, and what was lossy or fell back. details: All
-    counts, the active kernels and, on NVIDIA, the number of compiled variants."""
+def memory_pressure(args: argparse.Namespace) -> Any:
+    """Return what tells a command of :func:`add_memory_arguments` that memory is scarce, or
+    None."""
+    from mlx_moeflux.experts.system_memory import open_pressure
+
+    return None if args.fixed_memory else open_pressure()
+
+
+def stats_table(experts: Any, model: Any, *, details: bool = False, written: int = 0) -> str:
+    """Return a table of expert statistics by layer, what was lossy or fell back, and what the
+    process did to the disk. details: All counts, the active kernels and, on NVIDIA, the number of
+    compiled variants. written: Bytes of prompt caches."""
+    from mlx_moeflux.experts.budget import format_bytes
     from mlx_moeflux.experts.policies.named import label
     from mlx_moeflux.experts.policies.prefetch import Switched
     from mlx_moeflux.kernels.runtime import launcher
@@ -266,6 +288,12 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     if streaming is not None and streaming.timed_budget is not None:
         lines.append(f"expert memory auto is {streaming.timed_budget.report()}")
     lines += table.by_place()
+    if streaming is not None or written:
+        read = format_bytes(model.store.stats().total.bytes_read)
+        lines.append(
+            f"disk since the start: {read} of experts read, which does not wear an SSD; "
+            f"{format_bytes(written)} of prompt caches written"
+        )
     if (rows := model.row_stats()) is not None:
         lines.append(f"n-gram rows: {rows}")
     if details:

@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
+    from mlx_moeflux.cache.prompt.cache import PromptCache
     from mlx_moeflux.generation import text
 
     if args.prompt_cache and args.prompt_cache_file:
@@ -112,7 +113,12 @@ def run(args: argparse.Namespace) -> int:
                 print(last.text, end="", flush=True)
         print(flush=True)
         if args.stats and model.leads:
-            print(stats_table(last.experts, model, details=args.details), file=sys.stderr)
+            written = 0
+            if isinstance(known, PromptCache):
+                known.flush()
+                written = known.bytes_written
+            table = stats_table(last.experts, model, details=args.details, written=written)
+            print(table, file=sys.stderr)
         if args.verbose and model.leads:
             print(text.summary(last), file=sys.stderr)
     return 0

@@ -16,15 +16,18 @@ from typing import Any
 
 from mlx_moeflux.cli.common import (
     LOADING,
+    PROMPT_SHARE,
     RANKS,
     add_cache_arguments,
     add_load_arguments,
+    add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
     hint_speed,
     json_object,
     leads,
     load_options,
+    memory_pressure,
     prompt_cache,
     refuse,
 )
@@ -65,16 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-memory",
         default="auto",
         metavar="SIZE",
-        help="of all states; auto (default): half the rest",
+        help="of the states of all replies; auto (default): half of what the other parts leave",
     )
     seconds = {"type": float, "metavar": "SECONDS"}
     add("--timeout", default=3600.0, help="of one request, default %(default)s", **seconds)
     add("--shutdown-timeout", default=30.0, help="to finish, default %(default)s", **seconds)
-    add("--idle-release", type=float, metavar="SECONDS", help="free idle experts' memory")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     add("--log-level", default="INFO", choices=levels, help="of stderr, default %(default)s")
-    held = "of states in memory, default %(default)s"
-    add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help=held)
+    held = "of prompts' states in memory, or a share of what models may fill; default %(default)s"
+    add("--prompt-cache-bytes", default=PROMPT_SHARE, metavar="SIZE", help=held)
+    add_memory_arguments(parser)
     add_cache_arguments(parser)
     add_load_arguments(parser, *LOADING, *RANKS)
     refuse(parser, REFUSED)
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
     from mlx_moeflux.server.app import make_app
     from mlx_moeflux.server.http import Server, listen
+    from mlx_moeflux.server.memory import ServerMemory
     from mlx_moeflux.server.service import Service
 
     # All flags are checked before the model is read, which may take minutes.
@@ -106,14 +110,15 @@ def run(args: argparse.Namespace) -> int:
     if args.distributed and not leads():
         return _follow(args, path)
     with listen(args.host, args.port) as bound, _prompt_cache(args) as states:
-        model, tokenizer = loading.load(
-            path, revision=args.revision, **load_options(args), verbose=True
-        )
+        model, tokenizer = _load(args, path)
         hint_speed(model)
         with model, states:
             _set_template(tokenizer, template)
-            engine_options = _for_model(engine_options, model)
-            service = Service(model, tokenizer, service_options, engine_options, states)
+            memory = ServerMemory.of(model, engine_options.state_bytes)
+            sys.stderr.write(f"{memory}\n")
+            states.memory_bytes = memory.prompt_cache
+            engine_options = _for_model(engine_options, model, memory)
+            service = Service(model, tokenizer, service_options, engine_options, states, memory)
             host, port = bound.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             line = f"serving {path} on http://{shown}:{port}\n"
@@ -122,15 +127,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _load(args: argparse.Namespace, path: Any) -> Any:
+    """Load the model; the prompt cache has a part of the memory that it plans."""
+    from mlx_moeflux import loading
+
+    options = {**load_options(args), "reserved_memory": args.prompt_cache_bytes}
+    return loading.load(path, revision=args.revision, **options, verbose=True)
+
+
 def _follow(args: argparse.Namespace, path: Any) -> int:
     """Serve as another rank than 0."""
-    from mlx_moeflux import loading
     from mlx_moeflux.server.following import follow
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
     with _prompt_cache(args) as states:
-        model, _ = loading.load(path, revision=args.revision, **load_options(args), verbose=True)
+        model, _ = _load(args, path)
         with model, states:
+            states.memory_bytes = model.plan.reserved_bytes
             follow(model, states)
     return 0
 
@@ -184,12 +197,12 @@ def _prompt_cache(args: argparse.Namespace) -> Any:
     from mlx_moeflux.cache.prompt.cache import PromptCache
     from mlx_moeflux.experts.budget import parse_budget
 
-    memory = parse_budget(args.prompt_cache_bytes, 0)
-    if memory is None:
-        raise InputError("--prompt-cache-bytes is auto; give an amount such as 2GB.")
+    # Until the model is loaded a percentage is of nothing.
+    if parse_budget(args.prompt_cache_bytes, 100, what="--prompt-cache-bytes") is None:
+        raise InputError("--prompt-cache-bytes is auto; give an amount such as 2GB or 5%.")
     if args.prompt_cache is None:
-        return PromptCache(memory_bytes=memory, replies=True)
-    states = prompt_cache(args, memory_bytes=memory, replies=True)
+        return PromptCache(replies=True)
+    states = prompt_cache(args, replies=True)
     try:
         Path(args.prompt_cache).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=args.prompt_cache):
@@ -301,16 +314,13 @@ def _engine_options(args: argparse.Namespace) -> Any:
         prefill_step_size=args.prefill_step_size,
         max_pause=args.max_pause,
         idle_release=args.idle_release,
+        pressure=memory_pressure(args),
     )
 
 
-def _for_model(options: Any, model: Any) -> Any:
-    """Return options whose missing values are the model's."""
-    from mlx_moeflux.experts.budget import measure_memory
-
-    state_bytes, step = options.state_bytes, options.prefill_step_size
-    if state_bytes is None:
-        state_bytes = max(measure_memory().usable_bytes // 2, model.state_bytes(8192))
+def _for_model(options: Any, model: Any, memory: Any) -> Any:
+    """Return options whose missing values are the model's and the plan's."""
+    step = options.prefill_step_size
     if step is None and model.store.streaming is None:
         step = 2048  # a resident model reads no experts: calls may be short
-    return replace(options, state_bytes=state_bytes, prefill_step_size=step)
+    return replace(options, state_bytes=memory.states, prefill_step_size=step)

@@ -59,16 +59,16 @@ def parse_budget(
     return int(number * factor)
 
 
-def parse_row_memory(value: str | float, total_bytes: int) -> int:
-    """Return the bytes of an amount as :func:`parse_budget` takes it, or of 0, for rows of tables
-    of `total_bytes`.
+def parse_share(value: str | float, total_bytes: int, *, what: str = "row memory") -> int:
+    """Return the bytes of an amount as :func:`parse_budget` takes it, or of 0. what: Its name in
+    messages.
 
     Raises:
         InputError: It is none.
     """
-    found = parse_budget(value, total_bytes, what="row memory", least=0)
+    found = parse_budget(value, total_bytes, what=what, least=0)
     if found is None:
-        raise InputError("the row memory is 'auto'; give an amount such as 64MB or 10%.")
+        raise InputError(f"the {what} is 'auto'; give an amount such as 64MB or 10%.")
     return found
 
 
@@ -161,7 +161,8 @@ class Plan:
     """The placement of the experts. ``str()`` is the line that loading prints.
 
     slots: MoE layer id -> slots; every expert's when `resident`. row_bytes: Memory for rows of
-    tables on disk.
+    tables on disk. usable_bytes: What `auto` may fill. reserved_bytes: The part of it that is for
+    none of these.
     """
 
     resident: bool
@@ -173,6 +174,8 @@ class Plan:
     reader: str
     why: str
     row_bytes: int = 0
+    usable_bytes: int = 0
+    reserved_bytes: int = 0
 
     def __str__(self) -> str:
         kind = "resident" if self.resident else "streamed"
@@ -203,25 +206,28 @@ def make_plan(
     reader: str = "pread",
     staging_bytes: int = 0,
     row_bytes: int = 0,
+    reserved: str | float = 0,
 ) -> Plan:
     """Plan the memory of one model on one machine.
 
     budget: As :func:`parse_budget` takes it. blocks: MoE layer id -> bytes of one block.
     kv_bytes: Key-value cache and state at 8192 tokens. staging_bytes: The reader's buffers for
-    all threads. row_bytes: Memory for rows of tables on disk.
+    all threads. row_bytes: Memory for rows of tables on disk. reserved: An amount, or a percentage
+    of the usable memory, that is left for something else.
 
-    ``auto`` is resident if trunk, `row_bytes`, experts, `kv_bytes` and 1 GB fit in the usable
-    memory. Otherwise the experts get half of what is left, so that the page cache has the other
-    half.
+    ``auto`` is resident if trunk, `row_bytes`, experts, `kv_bytes`, `reserved` and 1 GB fit in the
+    usable memory. Otherwise the experts get half of what is left, so that the page cache has the
+    other half.
 
     Raises:
-        InputError: `budget` cannot be read.
+        InputError: `budget` or `reserved` cannot be read.
         MemoryBudgetError: It is too small for one token.
     """
     expert_bytes = sum(blocks.values()) * num_experts
+    reserved_bytes = parse_share(reserved, memory.usable_bytes, what="reserved memory")
     asked = parse_budget(budget, expert_bytes)
     if asked is None:
-        others = trunk_bytes + row_bytes + kv_bytes + RESERVE_BYTES
+        others = trunk_bytes + row_bytes + kv_bytes + reserved_bytes + RESERVE_BYTES
         asked, why = _automatic(
             others,
             expert_bytes,
@@ -251,6 +257,8 @@ def make_plan(
         reader=reader,
         why=why,
         row_bytes=row_bytes,
+        usable_bytes=memory.usable_bytes,
+        reserved_bytes=reserved_bytes,
     )
 
 

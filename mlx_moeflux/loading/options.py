@@ -74,6 +74,11 @@ class LoadOptions:
         "tables. For models that have them.",
         Flag("of n-gram tables on disk, default %(default)s", metavar="SIZE"),
     )
+    reserved_memory: str | float = option(
+        0,
+        "Bytes that ``auto`` leaves besides trunk, experts, a state and 1 GB, such as those of a "
+        "prompt cache: an amount, or a percentage of the memory that ``auto`` may fill.",
+    )
     expert_reader: str = option(
         "auto",
         "``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.",

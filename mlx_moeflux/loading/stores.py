@@ -95,6 +95,7 @@ def make_store(
             memory=memory,
             reader=reader.name + (f" from {len(places)} places" if len(places) > 1 else ""),
             staging_bytes=staging_bytes(reader, threads),
+            reserved=options.reserved_memory,
         )
         _check_buffers(plan, layouts)
         if plan.resident and given is None:

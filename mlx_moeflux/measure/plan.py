@@ -30,7 +30,7 @@ from mlx_moeflux.experts.budget import (
     format_bytes,
     make_plan,
     parse_budget,
-    parse_row_memory,
+    parse_share,
 )
 from mlx_moeflux.experts.io.row_cache import row_memory_bytes
 from mlx_moeflux.loading.options import LoadOptions
@@ -308,7 +308,7 @@ def plan_model(
             raise InputError(f"{what} is {number}; it must be greater than 0.")
     row_bytes = 0
     if sizes.table_rows:
-        asked = parse_row_memory(row_memory, sizes.table_bytes)
+        asked = parse_share(row_memory, sizes.table_bytes)
         each = sizes.table_bytes // sizes.table_rows
         row_bytes = row_memory_bytes(sizes.table_rows, each, asked)
     plan = make_plan(

@@ -539,12 +539,20 @@ class StreamingModel(Module):
                 experts_per_token=min(self._router.num_experts_per_tok, most),
                 staging_bytes=streaming.nbytes - streaming.bank_bytes,
             )
-            # A trace would keep the old banks in memory.
-            self.forget_steps()
-            streaming.resize_all(slots)
+            self.resize_banks(slots)
             if self.plan is not None:
                 why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"
                 self.plan = replace(self.plan, slots=slots, budget_bytes=nbytes, why=why)
+
+    def resize_banks(self, slots: Mapping[int, int]) -> None:
+        """Give each layer of streamed experts its number of slots, which is not planned to last.
+        Results keep their bits. slots: MoE layer id -> slots."""
+        streaming = self._store.streaming
+        assert streaming is not None, "the experts are not streamed"
+        with self.lock:
+            # A trace would keep the old banks in memory.
+            self.forget_steps()
+            streaming.resize_all(slots)
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.

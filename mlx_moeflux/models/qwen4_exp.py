@@ -19,7 +19,7 @@ from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.experts.budget import parse_row_memory
+from mlx_moeflux.experts.budget import parse_share
 from mlx_moeflux.experts.io.row_table import RowTable
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.models import qwen3_5_moe
@@ -121,7 +121,7 @@ class Model(qwen3_5_moe.Model):
         refs = [ref for shards in tables.values() for shard in shards for ref in shard.values()]
         # The parts of a row in blocks are made of the same bytes.
         total = sum({source: source.nbytes for ref in refs for source in sources_of(ref)}.values())
-        budget = parse_row_memory(memory, total)
+        budget = parse_share(memory, total)
         found, parts = {}, self.ngram_layers()
         for layer, shards in tables.items():
             spec, first = None, shards[0]

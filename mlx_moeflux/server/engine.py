@@ -17,7 +17,10 @@ import mlx.core as mx
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, MoefluxError
+from mlx_moeflux.experts.system_memory import MemoryPressure
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply, Workload
+from mlx_moeflux.generation.elastic import elastic_banks
+from mlx_moeflux.generation.idle import Idle
 from mlx_moeflux.generation.memory import LIMITS, Needs
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
@@ -92,6 +95,7 @@ class EngineOptions:
     waiting: Most further requests; state_bytes: Most bytes of all states.
     prefill_step_size, max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`.
     idle_release: Seconds without a request after which the experts' memory is freed; None: never.
+    pressure: What tells that memory is scarce, so that banks shrink; None: they do not.
     """
 
     concurrency: int = 32
@@ -101,6 +105,7 @@ class EngineOptions:
     prefill_step_size: int | None = None
     max_pause: float = 0.3
     idle_release: float | None = None
+    pressure: MemoryPressure | None = None
 
 
 class Engine:
@@ -109,8 +114,9 @@ class Engine:
     The methods are for the event loop's thread. After a failure of a step all replies end with an
     error, and later ones are answered.
 
-    stop_ids: Ids that end every reply. workload: What there was to do after the last step.
-    expected: Number of replies whose prompts are being rendered; the event loop counts them.
+    stop_ids: Ids that end every reply. elastic: What shrinks the banks, or None. workload: What
+    there was to do after the last step. expected: Number of replies whose prompts are being
+    rendered; the event loop counts them.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class Engine:
         self._stopped = self._warm = False
         self._samplers = functools.lru_cache(64)(_shared_sampler)
         self._generator = self._make_generator()
+        self.elastic = elastic_banks(model, options.pressure, LOG.warning)
         self.workload = Workload()
         self.expected = 0
 
@@ -234,6 +241,8 @@ class Engine:
                 while not self._stopped:
                     self._carry_out()
                     self._step()
+                    if self.elastic is not None:
+                        self.elastic.look()
                     self.workload = self._generator.workload()
                 self._generator.close()
         except Exception as error:  # noqa: BLE001  # the clients must learn of it
@@ -263,13 +272,15 @@ class Engine:
                 self._commands.get(timeout=left)()
 
     def _wait_for_command(self) -> Callable[[], None]:
-        try:
-            return self._commands.get(timeout=self.options.idle_release)
-        except queue.Empty:
-            # The next step reads the experts again.
-            self.model.release()
-            self._generator.forget()
-            return self._commands.get()
+        idle = Idle(self.model, self.options.idle_release, self.elastic)
+        while True:
+            try:
+                return self._commands.get(timeout=idle.pause)
+            except queue.Empty:
+                idle.look()
+            if idle.released:
+                # The next step reads the experts again.
+                self._generator.forget()
 
     def _stop(self) -> None:
         self._stopped = True

@@ -19,6 +19,7 @@ from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
 from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
+from mlx_moeflux.server.memory import ServerMemory
 from mlx_moeflux.server.messages import other_forms, with_reasoning, without_empty_texts
 from mlx_moeflux.server.metrics import Metrics
 from mlx_moeflux.server.reasoning import choose_reasoning
@@ -63,7 +64,8 @@ class Prompt:
 
 
 class Service:
-    """One model, its engine, and how its replies are read; lives as long as the server."""
+    """One model, its engine, and how its replies are read; lives as long as the server. memory: The
+    plan, to show it."""
 
     def __init__(
         self,
@@ -72,8 +74,10 @@ class Service:
         options: ServiceOptions,
         engine_options: EngineOptions,
         prompt_cache: PromptCache | None = None,
+        memory: ServerMemory | None = None,
     ):
         self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.memory = memory
         self.vocabulary: int = model.config.vocab_size
         self.created = int(time.time())
         self.prompt_cache = prompt_cache

@@ -82,6 +82,8 @@ def test_a_directory_of_prompts_saves_the_second_reading(capsys, tmp_path):
         assert out == expected
         (total,) = [line.split() for line in err if line.startswith("total")]
         assert total[1] == str(read)
+        disk = [line for line in err if line.startswith("disk since the start: 0 B of experts")]
+        assert len(disk) == (read > 8)
     (file,) = Path(directory).glob("*/*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     out, err = out_of(capsys, *arguments, "--prompt-cache", directory)

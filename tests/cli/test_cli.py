@@ -43,8 +43,8 @@ OPTIONS = {
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
-        --experts-per-token --hide-thinking --idle-release --kv-bits --kv-group-size --max-context
-        --max-kv-size --max-tokens --model
+        --experts-per-token --fixed-memory --hide-thinking --idle-release --kv-bits
+        --kv-group-size --max-context --max-kv-size --max-tokens --model
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --eviction --prefetch --safe -v --tuning
@@ -53,9 +53,10 @@ OPTIONS = {
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
-        --decode-concurrency --host --idle-release --kv-memory --log-level --max-pause --max-tokens
-        --max-waiting --min-p --model --model-name --port --prefill-step-size --prompt-cache
-        --prompt-cache-bytes --prompt-cache-disk --prompt-concurrency --reasoning-parser
+        --decode-concurrency --fixed-memory --host --idle-release --kv-memory --log-level
+        --max-pause --max-tokens --max-waiting --min-p --model --model-name --port
+        --prefill-step-size --prompt-cache --prompt-cache-bytes --prompt-cache-disk
+        --prompt-concurrency --reasoning-parser
         --shutdown-timeout --strict-model --temp --timeout --tool-parser --top-k --top-p
         --adapter-path --draft-model --num-draft-tokens --quantized-kv-start --pipeline
         --trust-remote-code --eviction --expert-memory --expert-reader
@@ -205,6 +206,11 @@ def test_text_on_stdout_and_the_account_on_stderr():
     assert [row[0] for row in table[1:]] == ["0", "1", "2", "3", "4", "5", "total"]
     assert sum(int(row[2]) for row in table[1:-1]) == int(table[-1][2]) > 0
     assert "kernels: " not in done.stderr
+    (disk,) = [line for line in lines if line.startswith("disk since the start: ")]
+    assert disk.endswith(
+        " of experts read, which does not wear an SSD; 0 B of prompt caches written"
+    )
+    assert float(disk.split()[4]) == pytest.approx(float(table[-1][3]), rel=0.01)
 
 
 def test_details_of_the_statistics(capsys):

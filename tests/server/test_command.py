@@ -31,11 +31,13 @@ BODY = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8}
 
 @contextlib.contextmanager
 def serving(*arguments: str):
-    """(process, address) of a server that is ready."""
+    """(process, address) of a server that is ready; `said`: The lines of the process so far."""
     command = [sys.executable, "-m", "mlx_moeflux", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process.said = []
     try:
         for line in process.stderr:
+            process.said.append(line)
             if found := re.search(r"serving .* on (http://\S+)", line):
                 break
         else:
@@ -89,6 +91,10 @@ def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
             assert b"[DONE]" in reply.read()
         said = process.stderr.read()
         assert process.wait(60) == 0
+    assert re.fullmatch(
+        r"memory \S+ \SB: trunk .*, experts .*, states .*, prompt cache .*, activations 1 GB, .*\n",
+        process.said[-2],
+    )
     assert re.search(
         r"/v1/chat/completions: prompt \d+ \(0 cached\), reply 60, length; first token \S+ s, "
         r"all \S+ s; hit rate \S+ %",
@@ -148,6 +154,7 @@ def test_another_process_reads_the_new_tokens_alone(talking, tmp_path):
         (["--allowed-origins", "ai.example.org"], "such as https://ai.example.org"),
         (["--allowed-origins", "https://ai.example.org/"], "such as https://ai.example.org"),
         (["--prompt-cache-bytes", "auto"], "give an amount"),
+        (["--prompt-cache-bytes", "5"], "has no unit"),
         (["--prompt-cache", f"{__file__}/cache"], "cannot be written"),
         (["--max-tokens", "0"], "at least 1"),
         (["--temp", "-1"], "at least 0"),

@@ -126,6 +126,8 @@ def test_properties_and_metrics(server):
     for name in ("replies", "prompts_waiting", "prompts_reading", "prompt_layers", "prompt_share"):
         assert after[f"mlx_moeflux_{name}"] == 0
     assert after["mlx_moeflux_expert_bytes_read_total"] > 0
+    assert after["mlx_moeflux_expert_memory_bytes"] == server.service.model.store.nbytes
+    assert after["mlx_moeflux_prompt_cache_bytes_written_total"] == 0  # it has no directory
 
 
 def samples(server):

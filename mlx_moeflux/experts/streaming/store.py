@@ -490,7 +490,8 @@ class StreamedStore(ExpertStore):
             if self._decode_steps is not None:
                 self._decode_steps.disturb()
             self._forget_measured()
-            self._state(layer).resize(self._checked(layer, slots), self._events)
+            # A bank that is released stays so.
+            self._recovered(layer).resize(self._checked(layer, slots), self._events)
             if self._events is not None:
                 self._events(Resize(layer, self.slots[layer]))
 

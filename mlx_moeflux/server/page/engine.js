@@ -60,8 +60,10 @@ export class EngineView {
     this.progress.hidden = true;
     this.line.textContent = counts?.expert_lookups_total
       ? `Since the server's start: hit rate ${percent(counts.expert_hit_rate)}, ` +
-        `${bytes(counts.expert_bytes_read_total)} read`
+        `${bytes(counts.expert_bytes_read_total)} read, ` +
+        `${bytes(counts.prompt_cache_bytes_written_total)} of prompts written`
       : "";
+    this.line.title = "Reading does not wear an SSD; writing does.";
   }
 }
 

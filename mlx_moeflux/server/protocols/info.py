@@ -95,6 +95,7 @@ def props(service: Service) -> dict[str, Any]:
         "concurrency": engine.concurrency,
         "waiting": engine.waiting,
         "state_bytes": engine.state_bytes,
+        "memory": asdict(service.memory) if service.memory else None,
         "version": __version__,
     }
 
@@ -157,6 +158,7 @@ def health(service: Service) -> dict[str, Any]:
 def metrics(service: Service) -> str:
     """Return all counts in Prometheus' text format."""
     cache, work = service.prompt_cache, service.engine.workload
+    streaming, elastic = service.model.store.streaming, service.engine.elastic
     return service.metrics.text(
         {
             "replies": ("gauge", "Replies that wait or run.", service.engine.live),
@@ -175,5 +177,26 @@ def metrics(service: Service) -> str:
                 cache.nbytes if cache else 0,
             ),
             "prompt_cache_states": ("gauge", "Stored states.", len(cache) if cache else 0),
+            "prompt_cache_bytes_written_total": (
+                "counter",
+                "Bytes that the prompt cache wrote to disk.",
+                cache.bytes_written if cache else 0,
+            ),
+            "expert_memory_bytes": (
+                "gauge",
+                "Bytes of the experts' banks now; 0 if all experts are resident.",
+                streaming.nbytes if streaming else 0,
+            ),
+            "expert_memory_shrinks_total": (
+                "counter",
+                "Steps in which banks shrank because the system lacked memory.",
+                elastic.shrunk if elastic else 0,
+            ),
+            "expert_memory_grows_total": (
+                "counter",
+                "Steps in which banks grew back.",
+                elastic.grown if elastic else 0,
+            ),
+            **(service.memory.metrics() if service.memory else {}),
         }
     )

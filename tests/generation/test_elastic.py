@@ -1,0 +1,252 @@
+"""Oracle: the text of a model whose banks never change, and slots divided by hand."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux import generate, load
+from mlx_moeflux.experts import system_memory
+from mlx_moeflux.experts.streaming.bank import LayerBank
+from mlx_moeflux.experts.system_memory import LinuxPressure
+from mlx_moeflux.generation import elastic as module
+from mlx_moeflux.generation.elastic import CALM_SECONDS, ROOM_BYTES, ElasticBanks, elastic_banks
+from mlx_moeflux.generation.idle import Idle
+from mlx_moeflux.generation.text import stream_generate
+from mlx_moeflux.loading import BUNDLED_MODEL
+
+PROMPT = "class Stack:\n    def push(self, item):\n"
+GB = 10**9
+
+
+class World:
+    """A machine whose memory and clock a test sets, and a model's elastic banks on it."""
+
+    def __init__(self, model, **options):
+        self.now, self.scarce, self.free, self.looks = 0.0, False, 8 * GB, 0
+        self.lines: list[str] = []
+        self.model = model
+        pressure = SimpleNamespace(scarce=self._said)
+        self.elastic = ElasticBanks(
+            model,
+            pressure,
+            self.lines.append,
+            available=lambda: self.free,
+            clock=lambda: self.now,
+            **options,
+        )
+
+    def _said(self):
+        self.looks += 1
+        return self.scarce
+
+    def after(self, seconds, **changes):
+        """Return the slots of the first layer after a look at a later time."""
+        vars(self).update(changes)
+        self.now += seconds
+        self.elastic.look()
+        counts = set(self.model.store.streaming.slots.values())
+        assert len(counts) == 1
+        return counts.pop()
+
+
+@pytest.fixture
+def world():
+    model, _ = load(BUNDLED_MODEL, expert_memory="75%")
+    with model:
+        assert set(model.store.streaming.slots.values()) == {24}
+        yield World(model)
+
+
+def test_banks_shrink_to_the_experts_of_a_token_and_grow_back(world):
+    assert world.after(1) == 24
+    assert [world.after(0.5, scarce=True) for _ in range(6)] == [18, 12, 6, 4, 4, 4]
+    assert (world.elastic.shrunk, world.elastic.grown) == (4, 0)
+    grown = [world.after(CALM_SECONDS + 1, scarce=False, free=10 * GB) for _ in range(5)]
+    assert grown == [6, 12, 18, 24, 24]
+    assert (world.elastic.shrunk, world.elastic.grown) == (4, 4)
+    assert world.lines[0] == "the system lacks memory: experts shrink from 3.98 MB to 2.99 MB"
+    assert world.lines[-1] == "memory is free again: experts grow from 2.99 MB to 3.98 MB"
+    assert len(world.lines) == 8
+    assert world.model.plan.budget_bytes == 3_981_312  # the plan stays
+
+
+def test_the_system_is_asked_at_most_twice_a_second(world):
+    for _ in range(1000):
+        world.after(0.01)
+    assert 19 <= world.looks <= 20
+
+
+def test_banks_stay_small_while_memory_would_be_scarce_again(world):
+    assert world.after(1, scarce=True) == 18
+    assert world.after(CALM_SECONDS - 1, scarce=False, free=20 * GB) == 18
+    assert world.after(0.5, free=8 * GB) == 18
+    assert world.after(60) == 18
+    step = 6 * 6 * 27648
+    assert world.after(60, free=8 * GB + ROOM_BYTES + step - 1) == 18
+    assert world.after(60, free=8 * GB + ROOM_BYTES + step) == 24
+
+
+def test_one_step_back_needs_a_calm_time_of_its_own(world):
+    assert [world.after(0.5, scarce=True) for _ in range(2)] == [18, 12]
+    assert world.after(CALM_SECONDS, scarce=False, free=10 * GB) == 18
+    assert world.after(1) == 18
+    assert world.after(0.5, scarce=True) == 12
+    assert world.after(CALM_SECONDS - 1, scarce=False) == 12
+    assert world.after(1, free=11 * GB) == 18
+
+
+def test_slots_that_somebody_sets_are_the_new_ones(world):
+    assert world.after(1, scarce=True) == 18
+    world.model.set_expert_memory("50%")
+    assert world.after(60, scarce=False, free=10 * GB) == 16
+    assert [world.after(0.5, scarce=True) for _ in range(4)] == [12, 8, 4, 4]
+    grown = [world.after(CALM_SECONDS, scarce=False, free=20 * GB) for _ in range(4)]
+    assert grown == [8, 12, 16, 16]
+
+
+def test_a_budget_of_one_token_stays():
+    model, _ = load(BUNDLED_MODEL, expert_memory="12.5%")
+    with model:
+        world = World(model)
+        assert [world.after(1, scarce=True) for _ in range(3)] == [4, 4, 4]
+        assert (world.elastic.shrunk, world.lines) == (0, [])
+
+
+def test_no_memory_for_a_smaller_bank_leaves_a_working_model(world, monkeypatch):
+    allocate, refused = LayerBank._allocate, []
+
+    def scarce(bank, slots):
+        if len(refused) < 1 and slots == 18 and bank is list(layers.values())[3].bank:
+            refused.append(slots)
+            raise RuntimeError("[malloc] Unable to allocate 1000 bytes.")
+        return allocate(bank, slots)
+
+    layers = world.model.store._layers
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerBank, "_allocate", scarce)
+        world.now, world.scarce = 1.0, True
+        world.elastic.look()
+    assert refused
+    assert set(world.model.store.streaming.slots.values()) == {18, 24}
+    assert world.after(0.5) == 12
+    assert [world.after(60, scarce=False, free=20 * GB) for _ in range(3)] == [18, 24, 24]
+
+
+@pytest.mark.parametrize("memory", ["75%", pytest.param("100%", marks=pytest.mark.slow)])
+def test_only_banks_in_the_memory_of_the_system_are_elastic(memory, monkeypatch):
+    model, _ = load(BUNDLED_MODEL, expert_memory=memory)
+    pressure = SimpleNamespace(scarce=lambda: True)
+    with model:
+        found = elastic_banks(model, pressure, print)
+        assert (found is not None) == (memory == "75%" and not mx.cuda.is_available())
+        assert elastic_banks(model, None, print) is None
+        monkeypatch.setattr(module.device, "kind", lambda: "cuda")
+        assert elastic_banks(model, pressure, print) is None
+
+
+def test_text_stays_while_banks_shrink_and_grow(world):
+    model, tokenizer = world.model, load(BUNDLED_MODEL)[1]
+    expected = generate(model, tokenizer, PROMPT, max_tokens=9)
+    text, slots = "", []
+    for i, step in enumerate(stream_generate(model, tokenizer, PROMPT, max_tokens=9)):
+        text += step.text
+        slots.append(world.after(60, scarce=i < 4, free=(10 + i) * GB))
+    assert text == expected
+    assert slots[:8] == [18, 12, 6, 4, 6, 12, 18, 24]
+
+
+# ---- A wait for a prompt
+
+
+def test_ten_idle_minutes_give_nothing_up(world):
+    slots = world.model.store.streaming.slots
+    idle = Idle(world.model, None, world.elastic, lambda: world.now)
+    for _ in range(1200):
+        assert idle.pause == 0.5
+        world.now += idle.pause
+        idle.look()
+    assert not idle.released
+    assert world.model.store.streaming.slots == slots
+    assert world.looks == 1200
+
+
+def test_a_wait_shrinks_and_then_releases(world):
+    idle = Idle(world.model, 10.2, world.elastic, lambda: world.now)
+    world.scarce, found = True, []
+    while (pause := idle.pause) is not None:
+        world.now += pause
+        idle.look()
+        found.append(next(iter(world.model.store.streaming.slots.values())))
+    assert world.now == pytest.approx(10.2)
+    assert found[:5] == [18, 12, 6, 4, 4]
+    assert idle.released
+    assert Idle(world.model, None, None).pause is None
+
+
+def test_a_token_after_a_release_reads_what_was_in_memory(world):
+    """Its bound: the bytes of the banks, and what the prompt itself misses."""
+    model, tokenizer = world.model, load(BUNDLED_MODEL)[1]
+    expected = generate(model, tokenizer, PROMPT, max_tokens=1)
+    streaming, stats = model.store.streaming, model.store.stats()
+    held = sum(len(streaming.residents(layer)) for layer in streaming.slots)
+    model.release()
+    before = stats.total
+    assert generate(model, tokenizer, PROMPT, max_tokens=1) == expected
+    after = stats.total.since(before)
+    assert after.reads == held + after.misses
+    assert (after.reads - after.misses) * 27648 <= model.plan.budget_bytes
+
+
+def test_banks_of_a_released_model_shrink_without_a_read(world):
+    generate(world.model, load(BUNDLED_MODEL)[1], PROMPT, max_tokens=2)
+    world.model.release()
+    reads, active = world.model.store.stats().total.reads, mx.get_active_memory()
+    assert world.after(1, scarce=True) == 18
+    assert world.model.store.stats().total.reads == reads
+    assert mx.get_active_memory() <= active
+
+
+@pytest.mark.slow
+def test_a_process_that_stalls_the_machine(tmp_path, monkeypatch):
+    """With real time: a file of pressure that rises stands for the machine's."""
+    file = tmp_path / "memory"
+    line = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\n"
+    file.write_text(line.format(0))
+    monkeypatch.setattr(system_memory, "AVAILABLE_SHARE", 2.0)
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="75%")
+    stop, stalled = threading.Event(), threading.Event()
+
+    def rise():
+        total = 0
+        while not stop.wait(0.05):
+            total += 40_000 * stalled.is_set()
+            other = tmp_path / "next"
+            other.write_text(line.format(total))
+            os.replace(other, file)
+
+    thread = threading.Thread(target=rise)
+    thread.start()
+    try:
+        with model:
+            expected = generate(model, tokenizer, PROMPT, max_tokens=20)
+            elastic = ElasticBanks(model, LinuxPressure([file]), print, available=lambda: 0)
+            began = shrunk = None
+            while elastic.shrunk < 4:
+                assert generate(model, tokenizer, PROMPT, max_tokens=20) == expected
+                elastic.look()
+                if began is None:
+                    began = time.monotonic()
+                    stalled.set()
+                if elastic.shrunk and shrunk is None:
+                    shrunk = time.monotonic()
+                assert time.monotonic() - began < 60
+            assert shrunk - began < 2
+    finally:
+        stop.set()
+        thread.join()
