@@ -70,10 +70,13 @@ class ServerMemory:
             rest = f"left to files {format_bytes(self.left)}"
         return f"memory {format_bytes(self.usable)}: {', '.join(shown)}, {rest}"
 
+    def as_dict(self) -> dict[str, int]:
+        """Return `usable`, the parts, and `left`."""
+        return {"usable": self.usable, **self.parts, "left": self.left}
+
     def metrics(self) -> dict[str, tuple[str, str, int]]:
         """Name -> kind, meaning and value, for Prometheus."""
-        shares = {"usable": self.usable, **self.parts, "left": self.left}
         return {
             f"memory_{name}_bytes": ("gauge", f"Planned at the start: {name.replace('_', ' ')}.", n)
-            for name, n in shares.items()
+            for name, n in self.as_dict().items()
         }

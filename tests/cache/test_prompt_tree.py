@@ -58,7 +58,6 @@ def test_look_ups_are_those_of_a_list(entered, prompt):
 short = st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.tuples(short, st.just(False)), min_size=6, max_size=12),
     st.lists(st.integers(0, 11), min_size=1, max_size=6),

@@ -17,6 +17,8 @@ import pytest
 from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts import system_memory
+from mlx_moeflux.generation import elastic
 from mlx_moeflux.generation.idle import check_idle_release, released_when_idle
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.models.base import StreamingModel
@@ -126,6 +128,39 @@ def test_chat_releases_while_it_waits(released, monkeypatch, capsys):
     monkeypatch.setattr(builtins, "input", lambda prompt="": next(lines, "q"))
     assert main(arguments) == 0
     assert capsys.readouterr().out == text
+
+
+def test_chat_shrinks_at_the_prompt_and_tells_before_the_reply(monkeypatch, capsys):
+    class Scarce:
+        asked = 0
+
+        def scarce(self):
+            self.asked += 1
+            return self.asked <= 2
+
+    pressure = Scarce()
+    monkeypatch.setattr(system_memory, "open_pressure", lambda: pressure)
+
+    def typed(prompt=""):
+        until = time.monotonic() + 60
+        while lines and pressure.asked < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return lines.pop() if lines else "q"
+
+    arguments = ["chat", "--max-tokens", "3", "--expert-memory", "50%"]
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(builtins, "input", typed)
+    lines = ["import os"]
+    assert main(arguments) == 0
+    text, said = capsys.readouterr()
+    assert said.count("the system lacks memory: experts shrink from ") == 2
+    pressure.asked, lines = 3, ["import os"]
+    assert main([*arguments, "--fixed-memory"]) == 0
+    assert pressure.asked == 3
+    again, said = capsys.readouterr()
+    assert again == text
+    assert "lacks memory" not in said
 
 
 # ---- A laptop that sleeps, or needs its memory for something else

@@ -85,6 +85,11 @@ def test_server_is_the_same_command(capsys):
 )
 def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
     with serving("--model", talking, "--max-tokens", "60") as (process, url):
+        with urllib.request.urlopen(f"{url}/props", timeout=120) as reply:
+            plan = json.load(reply)["memory"]
+        assert plan.pop("usable") == sum(plan.values())
+        with urllib.request.urlopen(f"{url}/metrics", timeout=120) as reply:
+            assert f"mlx_moeflux_memory_states_bytes {plan['states']}\n" in reply.read().decode()
         with post(url, {**BODY, "stream": True, "max_tokens": None}) as reply:
             assert reply.readline().startswith(b"data: ")
             process.send_signal(sent)

@@ -130,12 +130,12 @@ def test_replies_stay_while_banks_change(pressed):
     thread.start()
     pressure.now = True
     try:
-        for i in range(4):
+        for i in range(2):
             other = {**body, "messages": [*MESSAGES, *body["messages"]], "max_tokens": 2 + i}
             server.ask(path, other)
             replies.append(server.ask(path, {**body, "seed": i})[1])
     finally:
         done.set()
         thread.join()
-    assert [reply["choices"] for reply in replies] == [expected["choices"]] * 4
+    assert [reply["choices"] for reply in replies] == [expected["choices"]] * 2
     assert server.service.engine.elastic.shrunk > 0

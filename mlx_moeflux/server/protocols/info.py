@@ -95,7 +95,7 @@ def props(service: Service) -> dict[str, Any]:
         "concurrency": engine.concurrency,
         "waiting": engine.waiting,
         "state_bytes": engine.state_bytes,
-        "memory": asdict(service.memory) if service.memory else None,
+        "memory": service.memory.as_dict() if service.memory else None,
         "version": __version__,
     }
 
