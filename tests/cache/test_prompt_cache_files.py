@@ -290,3 +290,24 @@ def test_writing_does_not_hold_up_the_reply(model, directory, monkeypatch):
         assert not [path for path in files(directory) if path.suffix != ".tmp"]
         replied.set()
     assert len(files(directory)) == 1
+
+
+def test_the_directory_is_not_looked_through_after_every_file(model, directory, monkeypatch):
+    looks, glob = [], Path.glob
+
+    def counted(path, pattern, **options):
+        looks.append(pattern)
+        return glob(path, pattern, **options)
+
+    state = model.make_cache()
+    model(mx.array([[1, 2, 3]]), state)
+    with PromptCache(directory, disk_bytes=10_000_000) as cache:
+        cache.store(model, [0, 2, 3], state)
+        cache.flush()
+        monkeypatch.setattr(Path, "glob", counted)
+        for i in range(1, 41):
+            cache.store(model, [i, 2, 3], state)
+        cache.flush()
+        parts = cache.bytes_written // (10_000_000 // 64)
+        assert 3 <= parts <= 10
+        assert parts - 2 <= len(looks) <= parts

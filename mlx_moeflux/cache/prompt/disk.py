@@ -35,6 +35,8 @@ _NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(SUFFIX)}")
 
 # The writer of a temporary file of this age has died.
 STALE_SECONDS = 3600
+# The directory is looked through after this part of its limit was written, not after every file.
+PART = 64
 
 
 class PromptDirectory:
@@ -49,6 +51,8 @@ class PromptDirectory:
     def __init__(self, directory: str | os.PathLike[str], limit: int):
         self.directory, self.limit = Path(directory), limit
         self.written = 0
+        # Bytes of all files when they were last looked through, with those written since.
+        self._seen, self._since = limit, 0
         self._writer = ThreadPoolExecutor(1, "prompt-cache")
         self._pending: set[Future] = set()
         self._known: dict[str, set[str]] = {}
@@ -138,10 +142,11 @@ class PromptDirectory:
         def work() -> None:
             try:
                 path.parent.mkdir(exist_ok=True)
-                self.written += write_file(path, PROMPT_FORMAT, facts=facts, arrays=host)
+                size = write_file(path, PROMPT_FORMAT, facts=facts, arrays=host)
+                self.written += size
                 node.disk = "stored"
                 self.touch(line, root)
-                self._prune()
+                self._prune(size)
             except (CacheError, OSError) as error:
                 if node.disk == "pending":
                     node.disk = ""
@@ -224,8 +229,12 @@ class PromptDirectory:
                 found = file.json("experts").items()
                 node.experts = {int(layer): [int(i) for i in ids] for layer, ids in found}
 
-    def _prune(self) -> None:
-        """Remove stale temporary files, and the least recently used files above the limit."""
+    def _prune(self, written: int) -> None:
+        """Remove stale temporary files, and the least recently used files above the limit; what
+        other processes write counts at the next look. written: Bytes since the last call."""
+        self._since += written
+        if self._seen + self._since <= self.limit and self._since < self.limit // PART:
+            return
         files, total, now = [], 0, time.time()
         for entry in self.directory.glob("*/*"):
             with contextlib.suppress(OSError):
@@ -235,9 +244,11 @@ class PromptDirectory:
                 elif _NAME.fullmatch(entry.name):
                     files.append((stat.st_mtime_ns, stat.st_size, entry))
                     total += stat.st_size
+        least = self.limit if total <= self.limit else self.limit - self.limit // PART
         for _, size, path in sorted(files):
-            if total <= self.limit:
+            if total <= least:
                 break
             with contextlib.suppress(OSError):
                 path.unlink()
             total -= size
+        self._seen, self._since = total, 0
