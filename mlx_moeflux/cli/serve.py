@@ -197,8 +197,8 @@ def _prompt_cache(args: argparse.Namespace) -> Any:
     from mlx_moeflux.cache.prompt.cache import PromptCache
     from mlx_moeflux.experts.budget import parse_budget
 
-    # Until the model is loaded a percentage is of nothing.
-    if parse_budget(args.prompt_cache_bytes, 100, what="--prompt-cache-bytes") is None:
+    # What a percentage is of is known once the model is loaded.
+    if parse_budget(args.prompt_cache_bytes, 10**12, what="--prompt-cache-bytes") is None:
         raise InputError("--prompt-cache-bytes is auto; give an amount such as 2GB or 5%.")
     if args.prompt_cache is None:
         return PromptCache(replies=True)
