@@ -276,7 +276,6 @@ def _router(kind: Any, config: Any, kernels: Kernels, options: LoadOptions) -> R
 
     Raises:
         InputError: experts_per_token is out of range, or there is a router too.
-        MoefluxError: The given router is wrong, see :func:`~mlx_moeflux.models.moe.check_router`.
     """
     fewer, own = options.experts_per_token, config.num_experts_per_tok
     if fewer is not None and not 1 <= fewer <= own:
@@ -285,7 +284,6 @@ def _router(kind: Any, config: Any, kernels: Kernels, options: LoadOptions) -> R
         return kind.make_router(config, kernels, experts_per_token=fewer)
     if fewer is not None:
         raise InputError("give either a router or experts_per_token: a router has its own K.")
-    check_router(options.router, config.num_experts)
     return options.router
 
 
@@ -319,6 +317,7 @@ def _build(source: Source, weights: Weights) -> tuple[DecoderModel, dict[int, Bl
     Raises:
         ConfigError: A size is no array's.
         CheckpointError: The experts do not fit the config.
+        MoefluxError: The given router is wrong, see :func:`~mlx_moeflux.models.moe.check_router`.
     """
     try:
         model = source.kind(source.config, router=source.router, kernels=source.kernels)
@@ -333,6 +332,8 @@ def _build(source: Source, weights: Weights) -> tuple[DecoderModel, dict[int, Bl
     stored = weights.stored
     layouts = check_experts(model, weights.mapped, directory=stored.directory, of=stored.of)
     check_scales(stored.blocks)
+    if source.options.router is not None:
+        check_router(source.router, source.config.num_experts, layouts)
     return model, layouts
 
 

@@ -31,6 +31,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import failures
+from mlx_moeflux.models.hooks import MIXER, POINTS, Hook, check_point
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
 from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, declares_traceable, is_own
 from mlx_moeflux.models.moe import HasKernels, Router, RouterLookahead, SparseMoeBlock
@@ -89,7 +90,8 @@ class StreamingModel(Module):
         self._survey: Survey | None = None
         self._step: Any = None
         self._segments: Any = None
-        self._recordings, self._generation = 0, (0, failures.generation())
+        # Recordings and hooks, under which steps run operation by operation.
+        self._observers, self._generation = 0, (0, failures.generation())
         self._step_lock = threading.RLock()
         # Taken before the lock of the store.
         self._listeners_lock = threading.RLock()
@@ -203,7 +205,8 @@ class StreamingModel(Module):
     def _can_compile(self) -> bool:
         """Return True if a step of one token may run from a trace.
 
-        Events, recording and training need the eager path. ``compile_steps`` None means: on GPUs.
+        Events, recordings, hooks and training need the eager path. ``compile_steps`` None means: on
+        GPUs.
         """
         direct = self._store.direct
         generation = 0 if direct is None else direct.generation, failures.generation()
@@ -213,7 +216,7 @@ class StreamingModel(Module):
         enabled = self.compile_steps
         if enabled is None:
             enabled = device.kind() != "cpu"
-        observed = self._recordings or self._store.events is not None
+        observed = self._observers or self._store.events is not None
         own = self._survey is not None and self._survey.traceable
         if not enabled or not own or self.training or observed:
             return False
@@ -452,13 +455,49 @@ class StreamingModel(Module):
     ) -> Iterator[dict[int, dict[str, mx.array]]]:
         """Record intermediate arrays of the calls inside the block; see
         :mod:`mlx_moeflux.models.record`."""
-        self._recordings += 1
+        self._observers += 1
         try:
             parts = [decoder_layer(layer) for layer in self.layers]
             with record(parts, chosen=layers, names=names) as kept:
                 yield kept
         finally:
-            self._recordings -= 1
+            self._observers -= 1
+
+    def hook(self, layer: int, point: str, function: Callable[..., Any]) -> Hook:
+        """Call `function` with arrays of every call of a layer, which it may replace.
+
+        layer: Its number. point: One of :data:`~mlx_moeflux.models.hooks.POINTS`, which has the
+        shapes. function: Takes the point's arrays, lazy, and returns None, or what the model goes
+        on with: as many arrays of the same shapes and dtypes. Functions at one point are called in
+        the order in which they came, each with what the one before returned.
+
+        While a model has a hook, its decode steps run operation by operation and not from a trace;
+        without one, a step is what it was. A function that reads numbers waits for them.
+
+        Returns:
+            A handle with ``remove()``; as a context manager it removes the hook at the end.
+
+        Raises:
+            InputError: The layer or the point does not exist, or `function` is not callable.
+            ShapeError: In a call of the model: the function returned something else.
+        """
+        check_point(point)
+        if not callable(function):
+            raise InputError(f"the hook {point} is {function!r}; give a callable.")
+        self._check_layer(layer)
+        part = self.layers[layer]
+        module = decoder_layer(part) if POINTS[point] == MIXER else next(_blocks_in(part), None)
+        if module is None:
+            raise InputError(f"layer {layer} has no {POINTS[point]} to hook.")
+        self._observers += 1
+        return Hook(module, layer, point, function, self._unhooked)
+
+    def _unhooked(self) -> None:
+        self._observers -= 1
+
+    def _check_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < len(self.layers):
+            raise InputError(f"layer {layer!r} does not exist; the model has {len(self.layers)}.")
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
@@ -559,8 +598,7 @@ class StreamingModel(Module):
 
         cache: The layer's entry of :meth:`make_cache`, or None for an empty one.
         """
-        if not 0 <= layer < len(self.layers):
-            raise InputError(f"layer {layer} does not exist; the model has {len(self.layers)}.")
+        self._check_layer(layer)
         self.notice_edits()
         cache = self.make_cache()[layer] if cache is None else cache
         mask = cache.real_tokens(hidden.shape[1])

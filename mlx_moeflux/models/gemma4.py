@@ -81,7 +81,11 @@ class MoeBlock(SparseMoeBlock):
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """See :meth:`SparseMoeBlock.route`."""
         ids, weights = super().route(logits)
-        return ids, weights * self.per_expert_scale.astype(mx.float32)[ids]
+        rows = ids
+        if type(self._router) is not SoftmaxRouter:
+            # An id E, which stands for no expert, has no factor.
+            rows = mx.minimum(ids, mx.array(self.num_experts - 1, ids.dtype))
+        return ids, weights * self.per_expert_scale.astype(mx.float32)[rows]
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """See :meth:`SparseMoeBlock.combine`; shared: gate and up of the dense MLP."""

@@ -21,6 +21,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.hooks import Hooks
 from mlx_moeflux.models.modules import (
     RMS_NORMS,
     Embedding,
@@ -73,6 +74,7 @@ class DecoderLayer(Module):
     """
 
     _recorder: Recorder | None = None
+    _hooks: Hooks | None = None
     _plain = True
     """False if its code is another's, which must be called as a whole."""
 
@@ -121,6 +123,9 @@ class DecoderLayer(Module):
         recorder = self._recorder if len(xs) == 1 else None
         if recorder is not None:
             recorder.begin(xs[0].shape[0])
+        hooks = self._hooks
+        if hooks is not None:
+            xs = [hooks.apply("before_mixer", x)[0] for x in xs]
         mixed, parts = [], []
         for x, cache in zip(xs, caches, strict=True):
             # A traced stand-in of an entry has no parts.
@@ -129,6 +134,8 @@ class DecoderLayer(Module):
                 mixed.append(self.mix(x, cache))
             else:
                 mixed.append((yield from self._mix_parts(x, cache, parts)))
+        if hooks is not None:
+            mixed = [hooks.apply("after_mixer", h)[0] for h in mixed]
         if len(mixed) == 1:
             h = mixed[0]
         else:

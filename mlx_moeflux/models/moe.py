@@ -7,8 +7,10 @@ and are not parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -22,6 +24,7 @@ from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, ProjectionBank, swiglu
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.models.hooks import Hooks
 from mlx_moeflux.models.layers import PreciseLinear, SwiGLU, project_normed, weights_of
 from mlx_moeflux.models.modules import RMS_NORMS, Linear, Module
 from mlx_moeflux.models.record import Recorder
@@ -30,16 +33,22 @@ from mlx_moeflux.models.record import Recorder
 class Router(Protocol):
     """Chooses experts. Replace it with ``load(router=...)``.
 
-    A class with ``traceable = True`` in its own body depends on the logits alone, so that decode
-    steps may be traced, see :func:`~mlx_moeflux.models.modules.declares_traceable`. Other routers
-    run at every step.
+    One object serves all layers. If its ``__call__`` has a parameter ``layer``, it gets the id of
+    the MoE layer as ``layer=``.
+
+    A class with ``traceable = True`` in its own body depends on the logits and the layer alone and
+    chooses K experts for every token, so that decode steps may be traced, see
+    :func:`~mlx_moeflux.models.modules.declares_traceable`. Other routers run at every step.
     """
 
     num_experts_per_tok: int
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Map logits ``[N, E]`` to ids ``[N, K]`` uint32, ascending and distinct in each row, and
-        weights ``[N, K]`` float32, normalised and scaled."""
+        weights ``[N, K]`` float32, normalised and scaled.
+
+        A row with fewer than K experts ends in ids E, which stand for no expert: nothing is read
+        for them, nothing is added, and their weights are ignored."""
         ...
 
 
@@ -66,8 +75,18 @@ class SoftmaxRouter:
         )
 
 
-def check_router(router: Router, num_experts: int) -> None:
-    """Run `router` once on random logits.
+def layer_option(router: Any, layer: int) -> Mapping[str, int]:
+    """Return ``{"layer": layer}`` for a router that takes its layer, else nothing."""
+    try:
+        takes = "layer" in inspect.signature(router).parameters
+    except (TypeError, ValueError):  # not callable, or written in C
+        takes = False
+    # No dict: nn.Module would take it for children.
+    return MappingProxyType({"layer": layer} if takes else {})
+
+
+def check_router(router: Router, num_experts: int, layers: Iterable[int]) -> None:
+    """Run `router` on random logits: once, or for each of `layers` if it takes its layer.
 
     Raises:
         InputError: It is a class, or fails.
@@ -81,12 +100,22 @@ def check_router(router: Router, num_experts: int) -> None:
         raise ShapeError(
             f"{name}.num_experts_per_tok is {K!r}; it must be an int between 1 and {num_experts}."
         )
-    try:
-        answer = router(mx.random.normal((N, num_experts), key=mx.random.key(0)))
-    except Exception as error:
-        raise InputError(
-            f"{name} fails on random logits: {type(error).__name__}: {error}."
-        ) from error
+    logits = mx.random.normal((N, num_experts), key=mx.random.key(0))
+    for layer in layers:
+        options = layer_option(router, layer)
+        try:
+            answer = router(logits, **options)
+        except Exception as error:
+            where = "".join(f" of layer {layer}" for layer in options.values())
+            raise InputError(
+                f"{name} fails on random logits{where}: {type(error).__name__}: {error}."
+            ) from error
+        _check_answer(name, answer, N, K, num_experts)
+        if not options:
+            break
+
+
+def _check_answer(name: str, answer: Any, N: int, K: int, num_experts: int) -> None:
     expected = f"(uint32[{N}, {K}], float32[{N}, {K}])"
     found = describe(answer)
     if found != expected:
@@ -94,14 +123,15 @@ def check_router(router: Router, num_experts: int) -> None:
             f"{name} returned {found} as ids and weights of {N} tokens; expected {expected}."
         )
     ids, weights = answer
-    if not mx.isfinite(weights).all().item():
+    if not mx.where(ids == num_experts, True, mx.isfinite(weights)).all().item():
         raise ShapeError(f"{name} returned weights that are not finite.")
-    rows = np.array(ids).tolist()
-    if any(sorted(set(row)) != row or row[-1] >= num_experts for row in rows):
-        raise ShapeError(
-            f"{name} returned ids {rows[0]}; each row must be ascending, distinct and below "
-            f"{num_experts}."
-        )
+    for row in np.array(ids).tolist():
+        chosen = [expert for expert in row if expert != num_experts]
+        if sorted(set(chosen)) + [num_experts] * (K - len(chosen)) != row or row[-1] > num_experts:
+            raise ShapeError(
+                f"{name} returned ids {row}; each row must be ascending and distinct, below "
+                f"{num_experts}, and may end in ids {num_experts}, which stand for no expert."
+            )
 
 
 @dataclass(frozen=True)
@@ -213,6 +243,7 @@ class SparseMoeBlock(Module):
     """
 
     _recorder: Recorder | None = None
+    _hooks: Hooks | None = None
     _plain = True
     """False if code of a module in it is another's, which a fused step would pass over."""
     reads: ClassVar[Mapping[str, type]] = {"switch_mlp": SwitchGLU}
@@ -230,6 +261,8 @@ class SparseMoeBlock(Module):
         self.gate = Linear(hidden_size, num_experts, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
+        # Asked once: a profiler puts another router around this one.
+        self._router_options = layer_option(router, layer)
         self._store: Any = None
         self._lookahead: RouterLookahead | None = None
 
@@ -242,6 +275,9 @@ class SparseMoeBlock(Module):
                 return y
         post, ids, weights, shared, ahead = self.prepare(x, norm, mask)
         options = {} if ahead is None else {"ahead": ahead}
+        hooks = self._hooks
+        if hooks is not None:
+            (post,) = hooks.apply("before_experts", post)
         if self._store.ranks is not None and shared:
             mx.async_eval(shared)
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
@@ -251,6 +287,8 @@ class SparseMoeBlock(Module):
             or experts.shape != post.shape
         ):
             check_result(self._store, self.layer, post, experts)
+        if hooks is not None:
+            (experts,) = hooks.apply("after_experts", experts)
         return self.combine(mx.zeros_like(x) if norm is None else x, experts, shared)
 
     def prepare(
@@ -258,7 +296,12 @@ class SparseMoeBlock(Module):
     ) -> Prepared:
         """Compute everything up to the choice of experts."""
         post, logits, shared = self.project_inputs(x, norm)  # [N, C], [N, E]
+        hooks = self._hooks
+        if hooks is not None:
+            (logits,) = hooks.apply("before_router", logits)
         ids, weights = self.route(logits)  # [N, K]
+        if hooks is not None:
+            ids, weights = hooks.apply("after_router", ids, weights)
         if mask is not None:
             # Id E requests no expert, so padding causes no reads.
             real = mask.reshape(-1, 1)
@@ -276,7 +319,8 @@ class SparseMoeBlock(Module):
     def _fused_step(self, x: mx.array, norm: nn.RMSNorm | None) -> mx.array | None:
         """Compute the whole block as one operation with the same bits, or return None.
 
-        It needs an implementation for these inputs, all experts on the device and no recorder.
+        It needs an implementation for these inputs, all experts on the device, no recorder and no
+        hook.
         """
         operation = self._kernels.moe_step
         if (
@@ -287,6 +331,7 @@ class SparseMoeBlock(Module):
             or type(self._router) is not SoftmaxRouter
             or not operation.goes_beyond_reference(x)
             or self._recorder is not None
+            or self._hooks is not None
         ):
             return None
         linears, down = self.matrices()
@@ -325,7 +370,7 @@ class SparseMoeBlock(Module):
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Return ids and weights of logits ``[N, E]``, see :class:`Router`."""
-        answer = self._router(logits)
+        answer = self._router(logits, **self._router_options)
         if not isinstance(answer, (tuple, list)) or len(answer) != 2:
             raise ShapeError(
                 f"{type(self._router).__name__} returned {describe(answer)} in layer {self.layer}; "
@@ -488,7 +533,7 @@ class SigmoidMoeBlock(SparseMoeBlock):
         if self._passes_bias:
             choose: Any = self._router
             owner = self if "e_score_correction_bias" in self else self.gate
-            return choose(logits, owner["e_score_correction_bias"])
+            return choose(logits, owner["e_score_correction_bias"], **self._router_options)
         return super().route(logits)
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:

@@ -339,12 +339,21 @@ class StreamedStore(ExpertStore):
 
     def slots_of(self, call: Call) -> mx.array:
         """Return the slots ``[N, K]`` in which the experts of a call are after :meth:`wait`, for
-        callers that compute themselves. The call needs at most as many experts as there are slots,
-        and has no padding."""
+        callers that compute themselves. The call needs at most as many experts as there are slots.
+
+        Raises:
+            ShapeError: The call has padding, which such a caller cannot compute.
+        """
         assert call.host is not None, "the layer holds every expert: the host does not know the ids"
         slot_of = call.state.slots_soon()
         where = slot_of.__getitem__
-        slots = mx.array([list(map(where, row)) for row in call.host.tolist()], mx.uint32)
+        try:
+            slots = mx.array([list(map(where, row)) for row in call.host.tolist()], mx.uint32)
+        except KeyError:
+            raise ShapeError(
+                f"layer {call.state.layer}: a router with traceable = True chose fewer experts "
+                f"than {call.host.shape[1]}; leave traceable out."
+            ) from None
         if self._uploads is not None:
             self._uploads.advise_gpu(slots)
         return slots
