@@ -13,7 +13,13 @@ import numpy as np
 from mlx_moeflux.checkpoint.files import unwritable, write_output
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, EVICTIONS
-from mlx_moeflux.experts.telemetry.bounds import compulsory, popularity, reuse_distances, shuffled
+from mlx_moeflux.experts.telemetry.bounds import (
+    coactivation,
+    compulsory,
+    popularity,
+    reuse_distances,
+    shuffled,
+)
 from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace
@@ -22,6 +28,8 @@ from mlx_moeflux.experts.telemetry.trace import Trace
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+# End of the colours of pairs, in times of what popularity gives.
+MOST_TOGETHER = 4.0
 SIZE, DPI = (12.8, 7.2), 125
 STYLE = {"font.size": 17, "lines.linewidth": 2.5, "lines.markersize": 9, "hatch.linewidth": 0.5}
 STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
@@ -44,6 +52,7 @@ def show(
     pictures: dict[str, Callable[[Any], None]] = {
         "hit-rate": lambda axes: draw_hit_rates(axes, trace),
         "popularity": lambda axes: draw_popularity(axes, trace),
+        "coactivation": lambda axes: draw_coactivation(axes, trace),
         "reuse-distance": lambda axes: draw_reuse(axes, trace),
     }
     times = profile or Profile.of_trace(trace)
@@ -103,6 +112,51 @@ def draw_popularity(axes: Any, trace: Trace) -> None:
     axes.set(xlabel="experts of a layer, the most popular first", ylabel="layer")
     axes.set_title("Popularity of experts")
     axes.figure.colorbar(image, ax=axes, label="times an equal share")
+
+
+def draw_coactivation(axes: Any, trace: Trace) -> None:
+    """Draw how often tokens choose two experts together, of the layer in which this departs most
+    from chance; 1: as often as their popularity alone gives. Each expert is followed by the one, of
+    those left, that is chosen with it most; experts that were never chosen are left out."""
+    shares = {layer: _together(pairs) for layer, pairs in coactivation(trace).items()}
+    layer = max(shares, key=lambda layer: float(np.nanvar(shares[layer])))
+    share = shares[layer]
+    order = _neighbours(share, popularity(trace)[layer])
+    axes.grid(False)
+    image = axes.imshow(
+        share[np.ix_(order, order)], aspect="auto", cmap="cividis", vmin=0, vmax=MOST_TOGETHER
+    )
+    ticks = range(0, len(order), max(1, len(order) // 16))
+    names = [str(order[i]) for i in ticks]
+    axes.set_xticks(ticks, names)
+    axes.set_yticks(ticks, names)
+    axes.set(xlabel="expert", ylabel="expert")
+    axes.set_title(f"Experts that a token chooses together, layer {layer}")
+    label = "times what popularity gives"
+    axes.figure.colorbar(image, ax=axes, label=label, extend="max")
+
+
+def _together(pairs: np.ndarray) -> np.ndarray:
+    """Return counts of pairs ``[E, E]`` over those that their experts' popularity gives; NaN on the
+    diagonal and for experts that were never chosen."""
+    others = ~np.eye(len(pairs), dtype=bool)
+    single = np.diag(pairs).astype(float)
+    expected = np.outer(single, single) * others
+    expected *= (pairs * others).sum() / max(expected.sum(), 1.0)
+    share = np.full(pairs.shape, np.nan)
+    return np.divide(pairs, expected, out=share, where=expected > 0)
+
+
+def _neighbours(share: np.ndarray, counts: np.ndarray) -> list[int]:
+    """Return the experts that were chosen, the most popular first, each beside the one that is
+    chosen with it most."""
+    left = [int(e) for e in np.argsort(-counts, kind="stable") if counts[e]]
+    order = left[:1]
+    del left[:1]
+    while left:
+        order.append(max(left, key=lambda e: share[order[-1], e]))
+        left.remove(order[-1])
+    return order
 
 
 def draw_reuse(axes: Any, trace: Trace) -> None:

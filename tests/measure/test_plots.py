@@ -68,6 +68,27 @@ def test_popularity_is_sorted(trace):
     assert image.mean() == pytest.approx(1)
 
 
+def test_pairs_are_in_times_of_what_popularity_gives(trace):
+    plots.draw_coactivation(subplot := axes(), trace)
+    image = subplot.get_images()[0].get_array().filled(np.nan)
+    names = [int(label.get_text()) for label in subplot.get_xticklabels()]
+    layer = int(subplot.get_title().split()[-1])
+    rows = np.concatenate([call.ids for call in trace if call.layer == layer]).tolist()
+    shown = range(0, len(image), len(image) // len(names))
+    assert [*shown] == [*subplot.get_xticks()]
+    pairs = [(a, b) for row in rows for a in row for b in row if a != b]
+    count = {e: sum(e in row for row in rows) for e in range(20)}
+    every = sum(count[a] * count[b] for a in count for b in count if a != b)
+    for i, a in zip(shown, names, strict=True):
+        for j, b in zip(shown, names, strict=True):
+            if a == b:
+                assert np.isnan(image[i, j])
+            else:
+                expected = pairs.count((a, b)) / (count[a] * count[b] * len(pairs) / every)
+                assert image[i, j] == pytest.approx(expected)
+    assert len(image) == sum(n > 0 for n in count.values())
+
+
 def test_bars_are_the_forecast(trace):
     profile = Profile(0.010, 0.001, (0.002, 0.003), host_seconds=0.0005)
     plots.draw_times(subplot := axes(), trace, profile)
@@ -101,7 +122,7 @@ def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
 
     files = plots.show(trace, tmp_path / "new" / "folder")
     assert [f.name for f in files] == [
-        "hit-rate.png", "popularity.png", "reuse-distance.png", "time.png",
+        "hit-rate.png", "popularity.png", "coactivation.png", "reuse-distance.png", "time.png",
     ]  # fmt: skip
     for file in files:
         image = Image.open(file)
@@ -114,7 +135,7 @@ def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
 
 def test_a_prompt_alone_has_no_times(tmp_path):
     prompt = zipf_trace(num_experts=20, experts_per_token=2, layers=3, tokens=0, prompt=9)
-    assert len(plots.show(prompt, tmp_path)) == 3
+    assert len(plots.show(prompt, tmp_path)) == 4
     with pytest.raises(InputError, match="empty"):
         plots.show(Trace(TraceInfo(2, 1, (0,), {0: 1})), tmp_path)
 
@@ -126,7 +147,7 @@ def test_from_the_command_line(tmp_path, capsys):
     capsys.readouterr()
     out = ["--out", str(tmp_path / "out"), "--profile", str(tmp_path / "p.json")]
     assert main(["trace", "show", str(file), *out]) == 0
-    assert len(capsys.readouterr().out.split()) == 4
+    assert len(capsys.readouterr().out.split()) == 5
     assert main(["trace", "replay", str(file), "--budget", "25%", "50%"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["hit", "rate", "25%", "50%"]

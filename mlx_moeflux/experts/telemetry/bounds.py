@@ -98,6 +98,18 @@ def popularity(trace: Trace) -> dict[int, np.ndarray]:
     return {layer: each[:E] for layer, each in counts.items()}
 
 
+def coactivation(trace: Trace) -> dict[int, np.ndarray]:
+    """MoE layer id -> how many tokens chose both experts of each pair, ``[E, E]`` int64; on the
+    diagonal, how many chose the expert."""
+    E = trace.info.num_experts
+    counts = {layer: np.zeros((E + 1) ** 2, np.int64) for layer in trace.info.layers}
+    for call in trace:
+        ids = call.ids.astype(np.int64)
+        pairs, number = np.unique(ids[:, :, None] * (E + 1) + ids[:, None, :], return_counts=True)
+        counts[call.layer][pairs] += number
+    return {layer: each.reshape(E + 1, E + 1)[:E, :E] for layer, each in counts.items()}
+
+
 def reuse_distances(trace: Trace) -> np.ndarray:
     """Return for every use of an expert the number of other experts that its layer used since its
     last use; -1 for the first use. In an LRU bank a hit needs one slot more than that."""

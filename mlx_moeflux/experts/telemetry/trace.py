@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.files import read_whole, unwritable
 from mlx_moeflux.checks import is_natural, is_positive
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
 from mlx_moeflux.experts.policies.named import NONE, label
 from mlx_moeflux.experts.telemetry.events import (
@@ -44,6 +44,11 @@ RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, by
 GUESS = struct.Struct("<cBH")  # kind, count, layer
 PREFETCH = struct.Struct("<cxHH")  # kind, layer, expert
 RESIZE = struct.Struct("<cxHI")  # kind, layer, slots
+# Columns of Trace.to_numpy and their dtypes.
+COLUMNS = (
+    *(("call", np.int64), ("layer", np.uint16), ("token", np.int64)),
+    *(("rank", np.uint8), ("expert", np.uint16), ("weight", np.float32)),
+)
 KINDS = {PrefetchStart: b"P", PrefetchEnd: b"A", PrefetchDrop: b"D"}
 
 
@@ -198,6 +203,38 @@ class Trace:
             for name in Result.__dataclass_fields__:
                 setattr(total, name, getattr(total, name) + getattr(result, name))
         return total
+
+    def to_numpy(self) -> dict[str, np.ndarray]:
+        """Return one row for each expert of each token of each layer, in the order of the calls;
+        padding is left out.
+
+        Returns:
+            Columns of equal length: ``call``, int64, the place in :attr:`calls`; ``layer``, uint16;
+            ``token``, int64, counted by the layer; ``rank``, uint8, its place among the token's
+            experts; ``expert``, uint16; ``weight``, float32.
+        """
+        columns: dict[str, list[np.ndarray]] = {name: [np.empty(0, dt)] for name, dt in COLUMNS}
+        for i, call in enumerate(self.calls):
+            token, rank = np.nonzero(call.ids < self.info.num_experts)
+            chosen = call.ids[token, rank], call.weights[token, rank]
+            row = (i, call.layer, call.token + token, rank, *chosen)
+            for (name, dtype), values in zip(COLUMNS, row, strict=True):
+                columns[name].append(np.broadcast_to(values, token.shape).astype(dtype))
+        return {name: np.concatenate(parts) for name, parts in columns.items()}
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`to_numpy` as a ``pandas.DataFrame``.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise UnsupportedError(
+                "a table needs pandas; install it with pip install 'mlx_moeflux[pandas]'."
+            ) from None
+        return pandas.DataFrame(self.to_numpy())
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)

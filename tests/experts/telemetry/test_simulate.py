@@ -18,6 +18,7 @@ from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES, LastToken
 from mlx_moeflux.experts.telemetry.bounds import (
     Belady,
+    coactivation,
     compulsory,
     independent,
     popularity,
@@ -388,6 +389,22 @@ def test_baselines_keep_what_they_say():
     # Without order and preference a bank hits by its share of the experts, whoever must leave.
     for eviction in EVICTIONS:
         assert abs(simulate(even, "25%", eviction=eviction).hit_rate - 0.25) < 0.03
+
+
+def test_coactivation_is_counted_token_by_token():
+    trace = zipf_trace(num_experts=9, experts_per_token=3, layers=2, tokens=30, prompt=7)
+    trace.calls[2].ids[0, 2] = 9  # padding
+    found = coactivation(trace)
+    for layer in range(2):
+        expected = np.zeros((9, 9), int)
+        for call in trace:
+            for row in call.ids.tolist() if call.layer == layer else ():
+                chosen = [e for e in row if e < 9]
+                for a in chosen:
+                    for b in chosen:
+                        expected[a, b] += 1
+        assert np.array_equal(found[layer], expected)
+        assert np.array_equal(np.diag(found[layer]), popularity(trace)[layer])
 
 
 def test_reuse_distances_by_hand():

@@ -2,13 +2,14 @@
 
 import json
 import struct
+import sys
 import time
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.events import (
     Chosen,
@@ -213,3 +214,36 @@ def test_recording_costs_less_than_a_fiftieth(tmp_path):
     cost, step = np.median(with_writer - without), np.median(without)
     print(f"{1e6 * cost:.0f} us of {1e3 * step:.3f} ms")  # noqa: T201
     assert cost <= 0.02 * step
+
+
+# Of EVENTS: (call, layer, token, rank, expert, weight), without padding.
+TABLE = [
+    *((0, 3, 0, 0, 0, 0.25), (0, 3, 0, 1, 299, 0.75), (0, 3, 1, 0, 7, 1.0)),
+    *((0, 3, 2, 0, 5, 0.5), (0, 3, 2, 1, 6, 0.125)),
+    *((1, 5, 12, 0, 0, 0.25), (1, 5, 12, 1, 299, 0.75)),
+]
+DTYPES = ["int64", "uint16", "int64", "uint8", "uint16", "float32"]
+
+
+def test_a_table_has_a_row_for_each_chosen_expert(file):
+    columns = Trace.open(file).to_numpy()
+    assert list(columns) == ["call", "layer", "token", "rank", "expert", "weight"]
+    assert [str(column.dtype) for column in columns.values()] == DTYPES
+    assert [*zip(*(column.tolist() for column in columns.values()), strict=True)] == TABLE
+    empty = Trace(INFO).to_numpy()
+    assert [str(column.dtype) for column in empty.values()] == DTYPES
+    assert all(len(column) == 0 for column in empty.values())
+
+
+def test_a_table_of_pandas_has_the_same_columns(file):
+    pandas = pytest.importorskip("pandas")
+    table = Trace.open(file).to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert [str(dtype) for dtype in table.dtypes] == DTYPES
+    assert [*table.itertuples(index=False, name=None)] == TABLE
+
+
+def test_without_pandas_one_line_names_the_extra(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'mlx_moeflux\[pandas\]'"):
+        Trace.open(file).to_pandas()
