@@ -17,11 +17,8 @@ class StickyRouter(SoftmaxRouter):
     def __init__(self, num_experts_per_tok: int, bonus: float):
         super().__init__(num_experts_per_tok)
         self.bonus, self.last = bonus, {}
-        self.calls = 0
 
-    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        # Layers call in a fixed order, so one counter gives the layer.
-        layer, self.calls = self.calls % 6, self.calls + 1
+    def __call__(self, logits: mx.array, *, layer: int) -> tuple[mx.array, mx.array]:
         if layer in self.last and logits.shape[0] == 1:
             logits = logits.at[:, self.last[layer]].add(self.bonus)
         ids, weights = super().__call__(logits)
@@ -35,8 +32,7 @@ def main() -> None:
     for bonus in (0.0, 0.5, 1.0, 2.0):
         model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%", router=StickyRouter(4, bonus))
         with model:
-            # load() runs the router once to check its shapes; reset that call.
-            model._router.calls, model._router.last = 0, {}
+            model.router.last.clear()  # load() tried the router in each layer
             ids = mx.array(tokenizer.encode(text))
             cache, bits = model.make_cache(), 0.0
             for t in range(len(ids) - 1):
