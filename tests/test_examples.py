@@ -63,6 +63,30 @@ def test_a_replay_gives_the_live_hits_and_policies_are_ordered():
 
 
 @pytest.mark.slow
+def test_published_curves_are_those_of_the_guide(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    out = run("examples/published_curves.py", "--plot", str(tmp_path / "curves.png"))
+    table = [line for line in out.splitlines() if re.match(r"lru|lfu|belady| *\d+ guesses", line)]
+    rows = {line.split()[0]: [*map(float, re.findall(r"\d+\.\d", line))] for line in table}
+    assert [*rows] == ["lru", "lfu", "belady", "4", "8"]
+    assert [len(row) for row in rows.values()] == [8, 8, 8, 5, 5]
+    for name in ("lru", "lfu"):
+        assert all(a <= b for a, b in zip(rows[name], rows["belady"], strict=True))
+        assert rows[name] == sorted(rows[name])
+        assert rows[name][-1] == rows["belady"][-1]  # everything fits: first uses alone miss
+    for row in (rows["4"], rows["8"]):
+        assert row == sorted(row, reverse=True)
+        assert row[-1] > 100 * 8 / 32
+    guide = (ROOT / "docs" / "research.md").read_text(encoding="utf-8")
+    for name, row in rows.items():
+        label = {"belady": "Belady", "4": "4 guesses", "8": "8 guesses"}.get(name, name.upper())
+        shown = re.search(rf"^\| {label} \|(.+)\|$", guide, re.MULTILINE)[1].split("|")
+        assert [float(cell) for cell in shown] == pytest.approx(row, abs=3)
+    with Image.open(tmp_path / "curves.png") as image:
+        assert image.size == (1600, 900)
+
+
+@pytest.mark.slow
 def test_a_policy_of_ones_own_lies_between_nothing_and_belady():
     out = run("examples/swap_policy.py")
     rows = [list(map(float, row)) for row in re.findall(r"%  +([\d.]+)  +([\d.]+)  +([\d.]+)", out)]

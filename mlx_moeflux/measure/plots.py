@@ -65,13 +65,23 @@ def show(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise unwritable(out, cause) from cause
-        picture = io.BytesIO()
-        with _matplotlib().rc_context(STYLE):
-            figure = _figure()
-            draw(figure.add_subplot())
-            figure.savefig(picture, dpi=DPI, format="png")
-        write_output(files[-1], picture.getvalue())
+        write_output(files[-1], picture(draw))
     return files
+
+
+def picture(*draws: Callable[[Any], None]) -> bytes:
+    """Return a PNG in which each of `draws` has drawn into axes of its own, side by side.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    png = io.BytesIO()
+    with _matplotlib().rc_context(STYLE):
+        figure = _figure()
+        for i, draw in enumerate(draws, 1):
+            draw(figure.add_subplot(1, len(draws), i))
+        figure.savefig(png, dpi=DPI, format="png")
+    return png.getvalue()
 
 
 def draw_hit_rates(axes: Any, trace: Trace) -> None:
