@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -36,11 +37,12 @@ COMMANDS = {
     "policies": "list eviction and prefetch policies",
     "benchmark": "measure speed and memory, and their limits",
     "report": "check and measure this machine, for whoever maintains the package",
+    "completion": "print a script that completes commands and options in a shell",
 }
 
 
-# mlx-lm's name -> ours.
-ALIASES = {"server": "serve"}
+# Another name of a command, mlx-lm's or one that people type -> ours.
+ALIASES = {"server": "serve", "run": "chat"}
 
 
 def _own_name(command: str) -> str:
@@ -57,7 +59,24 @@ def command_module(name: str) -> ModuleType:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that refuses ``--`` as the value of an option, which argparse turns into no value."""
+    """Parser that refuses ``--`` as the value of an option, which argparse turns into no value, and
+    suggests an option for one that is misspelt."""
+
+    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
+            hints = (_suggestion(flag, self._flags()) for flag in flags)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{next(filter(None, hints), '')}")
+        return found
+
+    def _flags(self) -> list[str]:
+        """Return the options that can be given, those of a command included."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags += (flag for parser in action.choices.values() for flag in parser._flags())
+        return flags
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, rest = super().parse_known_args(args, namespace)
@@ -70,6 +89,13 @@ class Parser(argparse.ArgumentParser):
                     "the options."
                 )
         return found, rest
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message about `word`: the likeliest of `known` words, if one is like
+    it."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class Version(argparse.Action):
@@ -96,25 +122,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    command = _own_name(arguments[0]) if arguments else ""
+    parser = make_parser(command)
+    if command and not command.startswith("-") and command not in COMMANDS:
+        hint = _suggestion(command, [*COMMANDS, *ALIASES])
+        parser.error(
+            f"there is no command '{command}'{hint or '; there are ' + ', '.join(COMMANDS)}"
+        )
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return _run_command(args.command, args)
+
+
+def make_parser(*chosen: str) -> Parser:
+    """Return the parser of all commands, with the options of those `chosen`."""
     parser = Parser(
         prog="mlx_moeflux", description="Mixture-of-Experts models larger than memory, on MLX."
     )
     parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, purpose in COMMANDS.items():
-        chosen = commands.add_parser(
+        command = commands.add_parser(
             name,
             aliases=[alias for alias, other in ALIASES.items() if other == name],
             help=purpose,
             description=_description(name),
         )
-        if arguments and _own_name(arguments[0]) == name:
-            command_module(name).add_arguments(chosen)
-    args = parser.parse_args(arguments)
-    if args.command is None:
-        parser.print_help()
-        return 0
-    return _run_command(args.command, args)
+        if name in chosen:
+            command_module(name).add_arguments(command)
+    return parser
 
 
 def script() -> int:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from mlx_moeflux.cli.common import (
     LOADING,
     add_load_arguments,
     add_model_arguments,
+    add_prompt_arguments,
     add_stats_arguments,
+    given_prompt,
     load_options,
-    read_prompt,
     refuse,
     stats_table,
 )
 from mlx_moeflux.cli.messages import Bar
+from mlx_moeflux.errors import InputError
 
 REFUSED = ("--adapter-path", "--max-kv-size", "--quantized-kv-start", "--trust-remote-code")
 
@@ -23,7 +26,7 @@ REFUSED = ("--adapter-path", "--max-kv-size", "--quantized-kv-start", "--trust-r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
-    add("--prompt", required=True, help="text, or - for standard input")
+    add_prompt_arguments(parser)
     add("--prompt-cache-file", required=True, metavar="FILE", help="file to write")
     add("--eos-token", help="end of the sequence, for the template")
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
@@ -37,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.checkpoint.model_name import parse_model_name
     from mlx_moeflux.generation import text
 
+    prompt: Any = given_prompt(args)
+    if prompt is None:
+        raise InputError("there is no prompt; give --prompt, --prompt-file or standard input.")
     settings = {"eos_token": args.eos_token} if args.eos_token else {}
     model, tokenizer = loading.load(
         args.model or loading.BUNDLED_MODEL,
@@ -46,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         verbose=True,
     )
     with model:
-        prompt = read_prompt(args.prompt)
         options = {}
         if tokenizer.chat_template is not None:
             prompt = [{"role": "user", "content": prompt}]

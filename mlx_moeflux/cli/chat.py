@@ -63,6 +63,7 @@ ROLES = ("system", "user", "assistant")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("name", nargs="?", metavar="MODEL", help="the same as --model")
     add_model_arguments(parser)
     add("--system-prompt", help="system message")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     options = template_options(args)
     _check(args)
     model, tokenizer = loading.load(
-        args.model or loading.BUNDLED_MODEL,
+        args.name or args.model or loading.BUNDLED_MODEL,
         revision=args.revision,
         **{**load_options(args), "reserved_memory": PROMPT_SHARE},
         verbose=True,
@@ -120,6 +121,8 @@ def _check(args: argparse.Namespace) -> None:
     from mlx_moeflux.generation.sampling import make_sampler
     from mlx_moeflux.generation.text import check_numbers
 
+    if args.name and args.model:
+        raise InputError("give MODEL or --model, not both.")
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
     check_idle_release(args.idle_release)
     make_sampler(

@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
 from mlx_moeflux.loading.options import FLAGS, LoadOptions
 
@@ -235,11 +237,50 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
     return found
 
 
-def read_prompt(text: str) -> str:
-    """Return the prompt of an argument: ``-`` reads standard input; ``\\n`` is a newline."""
-    if text == "-":
+def add_prompt_arguments(parser: argparse.ArgumentParser, *short: str, default: str = "") -> None:
+    """Add the options of :func:`given_prompt`. default: What is used if nothing is given."""
+    text = "text, or - for standard input, which is read if it is a pipe or a file"
+    parser.add_argument("--prompt", *short, help=text + default)
+    parser.add_argument("--prompt-file", metavar="FILE", help="text file with the prompt")
+
+
+def given_prompt(args: argparse.Namespace) -> str | None:
+    """Return the prompt of the options or of standard input, None if there is none.
+
+    In an option ``\\n`` is a newline. Without an option, standard input is read if it is a pipe or
+    a regular file and the run has one process; one that is empty is no prompt.
+
+    Raises:
+        InputError: Both options are given, or the text cannot be read.
+    """
+    if args.prompt is not None and args.prompt_file is not None:
+        raise InputError("give --prompt or --prompt-file, not both.")
+    if args.prompt_file is not None:
+        return _decoded(read_whole(Path(args.prompt_file), error=InputError), args.prompt_file)
+    if args.prompt == "-":
         return _standard_input()
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    if args.prompt is not None:
+        return args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    launched = getattr(args, "distributed", False)
+    return None if launched or not _is_redirected(sys.stdin) else _standard_input() or None
+
+
+def _is_redirected(stream: Any) -> bool:
+    """Return True if a stream reads a pipe or a regular file: no terminal, device or socket."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or replaced by an object of Python
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _decoded(text: bytes, file: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{file} is not UTF-8 at byte {error.start}; re-encode the prompt."
+        ) from None
 
 
 def _standard_input() -> str:

@@ -16,14 +16,15 @@ from mlx_moeflux.cli.common import (
     add_cache_arguments,
     add_load_arguments,
     add_model_arguments,
+    add_prompt_arguments,
     add_sampling_arguments,
     add_stats_arguments,
+    given_prompt,
     hint_speed,
     kept_by_xtc,
     load_options,
     prompt_cache,
     quiet_unless_first,
-    read_prompt,
     refuse,
     stats_table,
     template_options,
@@ -38,7 +39,7 @@ DEFAULT_PROMPT = "def binary_search(items, target):\n"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
-    add("--prompt", "-p", help="text, or - for standard input")
+    add_prompt_arguments(parser, "-p", default=" (default: a line of Python)")
     add("--max-tokens", "-m", type=int, default=100, help="default %(default)s; -1: no limit")
     add("--system-prompt", help="system message, where there is a chat template")
     add("--prefill-response", help="beginning of the reply, where there is a chat template")
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     traced = args.trace and model.leads
     tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:
-        prompt, options = _prompt(args, tokenizer)
+        given = given_prompt(args)
+        prompt, options = _prompt(args, DEFAULT_PROMPT if given is None else given, tokenizer)
         if args.prompt_cache_file:
             known = model.make_cache()
             known.load(args.prompt_cache_file)
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
                 prompt_progress_callback=bar.update,
                 **_sampling(args, tokenizer, model.config.vocab_size),
             )
-            if args.prompt is None and isinstance(prompt, str):
+            if given is None and isinstance(prompt, str):
                 print(prompt, end="")
             for last in stream:
                 print(last.text, end="", flush=True)
@@ -158,9 +160,8 @@ def _sampling(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> dict
     return {name: getattr(args, name) for name in names} | {"xtc_special_tokens": kept}
 
 
-def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt as text or messages, and the template's variables."""
-    text = DEFAULT_PROMPT if args.prompt is None else read_prompt(args.prompt)
+def _prompt(args: argparse.Namespace, text: str, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt `text` as text or messages, and the template's variables."""
     options = template_options(args)
     if tokenizer.chat_template is None or args.ignore_chat_template:
         if args.use_default_chat_template and not args.ignore_chat_template:

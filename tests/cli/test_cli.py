@@ -34,7 +34,7 @@ OPTIONS = {
         --prompt-cache-disk --repetition-penalty --seed --stats --stop --tuning
         --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
-        --capture-layer --capture-token --gpu-capture --profile
+        --capture-layer --capture-token --gpu-capture --profile --prompt-file
         --adapter-path --draft-model --image --safe -v --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
@@ -68,7 +68,7 @@ OPTIONS = {
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
         --experts-per-token --kv-bits --kv-group-size --max-context --max-kv-size --model
-        --prefill-step-size --prompt --prompt-cache-file --quantized-kv-start --stats
+        --prefill-step-size --prompt --prompt-cache-file --prompt-file --quantized-kv-start --stats
         --trust-remote-code
         --eviction --prefetch --safe -v --tuning --wired-memory
         --requantize --row-memory
@@ -102,6 +102,7 @@ OPTIONS = {
         --requantize --row-memory
     """,
     "policies": "",
+    "completion": "",
     "report": "--model --out --seconds",
     "tune": "--budgets --kernels --model --out --repeats --tokens",
     "compare-quality": """
@@ -185,6 +186,104 @@ def test_a_script_runs_the_command_of_its_name(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: mlx_moeflux.server")
     assert "--api-key" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["genrate"], "there is no command 'genrate'; did you mean generate?"),
+        (
+            ["cache-prompt", "-m", "1"],
+            "there is no command 'cache-prompt'; did you mean cache_prompt?",
+        ),
+        (["rum"], "there is no command 'rum'; did you mean run?"),
+        (["xyz"], "there is no command 'xyz'; there are generate, chat, serve, "),
+        (["generate", "--expert-memry", "1"], "--expert-memry 1; did you mean --expert-memory?"),
+        (["generate", "--tempp=1"], "unrecognized arguments: --tempp=1; did you mean --temp?"),
+        (["--verson"], "unrecognized arguments: --verson; did you mean --version?"),
+        (["generate", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (["generate", "word"], "unrecognized arguments: word\n"),
+    ],
+)
+def test_a_misspelt_word_suggests_the_right_one(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert message in err
+
+
+def test_run_is_chat_and_takes_the_model_as_a_word(monkeypatch, capsys):
+    asked = []
+
+    def load(path, **options):
+        asked.append(path)
+        raise InputError("seen")
+
+    monkeypatch.setattr("mlx_moeflux.loading.load", load)
+    for arguments in (["run", "a/b"], ["chat", "a/b"], ["run", "--model", "a/b"]):
+        assert main(arguments) == 1
+    assert asked == 3 * ["a/b"]
+    assert main(["run"]) == 1
+    assert asked[3:] == [BUNDLED_MODEL]
+    capsys.readouterr()
+    assert main(["run", "a/b", "--model", "c/d"]) == 1
+    assert "give MODEL or --model, not both" in capsys.readouterr().err
+    assert len(asked) == 4
+
+
+def piped(text: str):
+    """Return a stream that reads `text` from a pipe."""
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    return os.fdopen(reads, encoding="utf-8")
+
+
+def test_a_prompt_comes_from_an_option_a_file_or_standard_input(tmp_path, monkeypatch, capsys):
+    prompt, file = "import os\nclass \u00c4:\n", tmp_path / "prompt.txt"
+    file.write_text(prompt, encoding="utf-8")
+
+    def out(*arguments: str, stdin=None) -> str:
+        with stdin or open(os.devnull, encoding="utf-8") as stream:
+            monkeypatch.setattr(sys, "stdin", stream)
+            assert main(["generate", "-m", "2", "--verbose", "F", *arguments]) == 0
+        return capsys.readouterr().out
+
+    expected = out("--prompt", prompt)
+    assert expected.strip()
+    assert out("--prompt-file", str(file)) == expected
+    assert out(stdin=piped(prompt)) == expected
+    assert out(stdin=os.fdopen(os.open(file, os.O_RDONLY), encoding="utf-8")) == expected
+    # The default, whose text is repeated.
+    assert out().startswith(DEFAULT_PROMPT)
+    assert out(stdin=piped("")).startswith(DEFAULT_PROMPT)
+    # Given, standard input is left alone.
+    assert out("--prompt", prompt, stdin=piped("import ")) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["generate", "--prompt", "a", "--prompt-file", "b"],
+            "--prompt or --prompt-file, not both",
+        ),
+        (["generate", "--prompt-file", "no/where"], "no/where cannot be read"),
+        (["generate", "--prompt-file", "."], "it is no regular file|Is a directory|is a directory"),
+        (["generate", "--prompt-file", "latin"], "latin is not UTF-8 at byte 1; re-encode"),
+        (["cache_prompt", "--prompt-cache-file", "x"], "there is no prompt; give --prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_one_line(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin").write_bytes(b"a\xe4")
+    assert main(arguments) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert re.search(message, error), error
 
 
 def test_text_on_stdout_and_the_account_on_stderr():
