@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 
 from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main, script
-from mlx_moeflux.cli.common import REFUSED
+from mlx_moeflux.cli.common import REFUSED, given_prompt
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
@@ -258,8 +259,18 @@ def test_a_prompt_comes_from_an_option_a_file_or_standard_input(tmp_path, monkey
     # The default, whose text is repeated.
     assert out().startswith(DEFAULT_PROMPT)
     assert out(stdin=piped("")).startswith(DEFAULT_PROMPT)
+    assert out(stdin=io.StringIO("import ")).startswith(DEFAULT_PROMPT)  # no pipe, no file
     # Given, standard input is left alone.
     assert out("--prompt", prompt, stdin=piped("import ")) == expected
+
+
+def test_ranks_of_a_launcher_leave_its_pipe_alone(monkeypatch):
+    args = argparse.Namespace(prompt=None, prompt_file=None, distributed=True)
+    with piped("import ") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert given_prompt(args) is None
+        args.distributed = False
+        assert given_prompt(args) == "import "
 
 
 @pytest.mark.parametrize(
