@@ -16,6 +16,7 @@ from mlx_moeflux.models.moe import SoftmaxRouter
 from tests.models_at_hand import FAMILIES, TWIN, same_bits
 
 GOLDEN = TWIN.parent
+BY_DEFAULT = ("text_top3", "deepseek_v3_groups", "qwen4_exp_rows", "gemma4_shared")
 ACCORDING_TO_RECORD = {
     "before_mixer": ["input"],
     "after_mixer": ["h_mid"],
@@ -38,7 +39,13 @@ def keep(into: list):
     return lambda *arrays: into.append([mx.array(np.array(array)) for array in arrays])
 
 
-@pytest.mark.parametrize("name", ["text_top3", *FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT))
+        for name in ("text_top3", *FAMILIES)
+    ],
+)
 def test_each_point_sees_what_the_layer_computes(name):
     with opened(GOLDEN / name) as model:
         layer, tokens = model.store.layers[-1], tokens_of(7, 2, model.config.vocab_size)
@@ -80,7 +87,7 @@ class OtherRouter(SoftmaxRouter):
         return ids, (mx.full(weights.shape, 0.25) if layer == 1 else weights)
 
 
-@pytest.mark.parametrize("memory", ["75%", "100%"])
+@pytest.mark.parametrize("memory", ["75%", pytest.param("100%", marks=pytest.mark.slow)])
 def test_what_a_hook_returns_is_what_the_model_goes_on_with(memory):
     tokens = tokens_of(9, 2)
 
@@ -145,7 +152,7 @@ def test_hooks_at_one_point_are_called_in_their_order():
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("memory", ["100%", "75%"])
+@pytest.mark.parametrize("memory", ["75%", pytest.param("100%", marks=pytest.mark.slow)])
 def test_a_hooked_model_runs_no_step_from_a_trace_and_without_hooks_it_does_again(memory):
     tokens, seen = tokens_of(20), []
     with opened(expert_memory=memory, kernels="reference") as model:
@@ -248,6 +255,7 @@ def test_another_shape_or_dtype_is_one_line_and_leaves_the_state(point, function
         assert all(entry.empty() for entry in cache)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_a_hook():
     tokens = tokens_of(6)
     with opened(BUNDLED_MODEL, expert_memory="100%", kernels="reference") as model:

@@ -112,7 +112,7 @@ def replies(model, B: int) -> mx.array:
     return mx.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("B", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_absent_experts_are_not_read_and_change_no_bit_of_the_others(B):
     bar, events = 1.5, []
     with opened(router=Fewer(bar, absent=False)) as model:
@@ -154,7 +154,14 @@ def test_a_token_keeps_its_bits_whatever_its_neighbours_choose():
         assert not any(same_bits(logits[1], seen[-1][1]) for logits in seen[:-1])
 
 
-@pytest.mark.parametrize("family", ["gemma4_shared", "gpt_oss_sinks", "deepseek_v3_groups"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma4_shared",
+        pytest.param("gpt_oss_sinks", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3_groups", marks=pytest.mark.slow),
+    ],
+)
 def test_families_take_fewer_experts(family):
     with opened(GOLDEN / family, expert_memory="100%") as model:
         K, E = model.router.num_experts_per_tok, model.config.num_experts
