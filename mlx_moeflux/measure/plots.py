@@ -39,7 +39,7 @@ def show(
     trace: Trace, out: str | os.PathLike[str], *, profile: Profile | None = None
 ) -> list[Path]:
     """Write every picture of `trace` into the directory `out` and return the files. A trace without
-    decode steps has no picture of times.
+    decode steps has no picture of times, one of a single expert a token none of pairs.
 
     profile: Times of the machine; by default those that the trace's own clock gives.
 
@@ -52,9 +52,10 @@ def show(
     pictures: dict[str, Callable[[Any], None]] = {
         "hit-rate": lambda axes: draw_hit_rates(axes, trace),
         "popularity": lambda axes: draw_popularity(axes, trace),
-        "coactivation": lambda axes: draw_coactivation(axes, trace),
         "reuse-distance": lambda axes: draw_reuse(axes, trace),
     }
+    if trace.info.experts_per_token > 1:
+        pictures["coactivation"] = lambda axes: draw_coactivation(axes, trace)
     times = profile or Profile.of_trace(trace)
     if times is not None:
         pictures["time"] = lambda axes: draw_times(axes, trace, times)
@@ -129,7 +130,7 @@ def draw_coactivation(axes: Any, trace: Trace) -> None:
     from chance; 1: as often as their popularity alone gives. Each expert is followed by the one, of
     those left, that is chosen with it most; experts that were never chosen are left out."""
     shares = {layer: _together(pairs) for layer, pairs in coactivation(trace).items()}
-    layer = max(shares, key=lambda layer: float(np.nanvar(shares[layer])))
+    layer = max(shares, key=lambda layer: float(np.nan_to_num(shares[layer]).var()))
     share = shares[layer]
     order = _neighbours(share, popularity(trace)[layer])
     axes.grid(False)

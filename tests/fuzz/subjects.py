@@ -26,7 +26,7 @@ from mlx_moeflux.cache.state.sequence import read_notes
 from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import MoefluxError
-from mlx_moeflux.experts.telemetry.bounds import popularity, reuse_distances
+from mlx_moeflux.experts.telemetry.bounds import coactivation, popularity, reuse_distances
 from mlx_moeflux.experts.telemetry.forecast import Profile
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace
@@ -251,6 +251,8 @@ def traces(home: Path) -> Subject:
             simulate(trace, "50%", eviction=eviction)
         popularity(trace)
         reuse_distances(trace)
+        coactivation(trace)
+        trace.to_numpy()
         Profile.of_trace(trace)
         str(trace.recorded())
 

@@ -72,7 +72,7 @@ def test_sizes_are_the_published_ones(name):
 
 # Rows of the README's table -> published checkpoint.
 README = {
-    "gpt-oss-20b": "gpt-oss-20b-mxfp4-q8",
+    "gpt-oss-20b (MXFP4)": "gpt-oss-20b-mxfp4-q8",
     "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b-4bit",
     "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b-4bit",
     "Qwen3.5-122B-A10B": "qwen3.5-122b-a10b-4bit",

@@ -122,7 +122,7 @@ def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
 
     files = plots.show(trace, tmp_path / "new" / "folder")
     assert [f.name for f in files] == [
-        "hit-rate.png", "popularity.png", "coactivation.png", "reuse-distance.png", "time.png",
+        "hit-rate.png", "popularity.png", "reuse-distance.png", "coactivation.png", "time.png",
     ]  # fmt: skip
     for file in files:
         image = Image.open(file)
@@ -131,6 +131,18 @@ def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         plots.show(trace, tmp_path / "file")
+
+
+def test_a_token_with_one_expert_chooses_no_pair(tmp_path):
+    single = zipf_trace(num_experts=8, experts_per_token=1, layers=2, tokens=20)
+    assert "coactivation.png" not in [file.name for file in plots.show(single, tmp_path)]
+
+
+def test_a_layer_that_was_never_called_is_not_drawn():
+    trace = zipf_trace(num_experts=8, experts_per_token=2, layers=3, tokens=20)
+    trace.calls = [call for call in trace if call.layer == 1]
+    plots.draw_coactivation(subplot := axes(), trace)
+    assert subplot.get_title().endswith("layer 1")
 
 
 def test_a_prompt_alone_has_no_times(tmp_path):

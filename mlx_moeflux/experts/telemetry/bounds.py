@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, requests_of
 
+# Of pairs of experts, over all layers: 2 GiB of counts.
+MOST_COUNTS = 1 << 28
 # Times an expert's number it is still a whole number that a float holds.
 NEVER = 1 << 40
 
@@ -100,8 +103,17 @@ def popularity(trace: Trace) -> dict[int, np.ndarray]:
 
 def coactivation(trace: Trace) -> dict[int, np.ndarray]:
     """MoE layer id -> how many tokens chose both experts of each pair, ``[E, E]`` int64; on the
-    diagonal, how many chose the expert."""
+    diagonal, how many chose the expert.
+
+    Raises:
+        InputError: All layers together have more than MOST_COUNTS pairs.
+    """
     E = trace.info.num_experts
+    if (pairs := E * E * len(trace.info.layers)) > MOST_COUNTS:
+        raise InputError(
+            f"the trace has {pairs} pairs of experts, {E} x {E} in each of "
+            f"{len(trace.info.layers)} layers; they are counted up to {MOST_COUNTS}."
+        )
     counts = {layer: np.zeros((E + 1) ** 2, np.int64) for layer in trace.info.layers}
     for call in trace:
         ids = call.ids.astype(np.int64)

@@ -407,6 +407,12 @@ def test_coactivation_is_counted_token_by_token():
         assert np.array_equal(np.diag(found[layer]), popularity(trace)[layer])
 
 
+def test_too_many_pairs_are_one_line():
+    info = TraceInfo(60_000, 1, (0,), {0: 1})
+    with pytest.raises(InputError, match="the trace has 3600000000 pairs of experts, 60000 x"):
+        coactivation(Trace(info))
+
+
 def test_reuse_distances_by_hand():
     trace = trace_of([1], [2], [2], [3], [1], [3])
     assert reuse_distances(trace).tolist() == [-1, -1, 0, -1, 2, 1]
