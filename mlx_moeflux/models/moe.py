@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -75,14 +74,12 @@ class SoftmaxRouter:
         )
 
 
-def layer_option(router: Any, layer: int) -> Mapping[str, int]:
-    """Return ``{"layer": layer}`` for a router that takes its layer, else nothing."""
+def takes_layer(router: Any) -> bool:
+    """Return True if a router's ``__call__`` has a parameter ``layer``."""
     try:
-        takes = "layer" in inspect.signature(router).parameters
+        return "layer" in inspect.signature(router).parameters
     except (TypeError, ValueError):  # not callable, or written in C
-        takes = False
-    # No dict: nn.Module would take it for children.
-    return MappingProxyType({"layer": layer} if takes else {})
+        return False
 
 
 def check_router(router: Router, num_experts: int, layers: Iterable[int]) -> None:
@@ -101,18 +98,16 @@ def check_router(router: Router, num_experts: int, layers: Iterable[int]) -> Non
             f"{name}.num_experts_per_tok is {K!r}; it must be an int between 1 and {num_experts}."
         )
     logits = mx.random.normal((N, num_experts), key=mx.random.key(0))
-    for layer in layers:
-        options = layer_option(router, layer)
+    layered = takes_layer(router)
+    for layer in layers if layered else (0,):
         try:
-            answer = router(logits, **options)
+            answer = router(logits, **({"layer": layer} if layered else {}))
         except Exception as error:
-            where = "".join(f" of layer {layer}" for layer in options.values())
+            where = f" of layer {layer}" if layered else ""
             raise InputError(
                 f"{name} fails on random logits{where}: {type(error).__name__}: {error}."
             ) from error
         _check_answer(name, answer, N, K, num_experts)
-        if not options:
-            break
 
 
 def _check_answer(name: str, answer: Any, N: int, K: int, num_experts: int) -> None:
@@ -262,7 +257,7 @@ class SparseMoeBlock(Module):
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
         # Asked once: a profiler puts another router around this one.
-        self._router_options = layer_option(router, layer)
+        self._takes_layer = takes_layer(router)
         self._store: Any = None
         self._lookahead: RouterLookahead | None = None
 
@@ -370,7 +365,8 @@ class SparseMoeBlock(Module):
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Return ids and weights of logits ``[N, E]``, see :class:`Router`."""
-        answer = self._router(logits, **self._router_options)
+        choose: Any = self._router
+        answer = choose(logits, layer=self.layer) if self._takes_layer else choose(logits)
         if not isinstance(answer, (tuple, list)) or len(answer) != 2:
             raise ShapeError(
                 f"{type(self._router).__name__} returned {describe(answer)} in layer {self.layer}; "
@@ -533,7 +529,10 @@ class SigmoidMoeBlock(SparseMoeBlock):
         if self._passes_bias:
             choose: Any = self._router
             owner = self if "e_score_correction_bias" in self else self.gate
-            return choose(logits, owner["e_score_correction_bias"], **self._router_options)
+            bias = owner["e_score_correction_bias"]
+            if self._takes_layer:
+                return choose(logits, bias, layer=self.layer)
+            return choose(logits, bias)
         return super().route(logits)
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:

@@ -3,6 +3,8 @@ that give the left-out experts weight 0, resident models, and the router's own c
 
 from __future__ import annotations
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -49,6 +51,12 @@ def test_a_router_with_a_parameter_layer_gets_it():
         for layer, arrays in kept.items():
             ids, _ = SoftmaxRouter(K)(arrays["router_logits"] + rows[layer])
             assert mx.array_equal(ids, arrays["ids"])
+
+
+def test_a_layer_can_be_copied():
+    router = Layered(K, dict.fromkeys(range(6), 0.0))
+    with opened(expert_memory="100%", router=router) as model:
+        assert copy.deepcopy(model.layers[0].mlp).layer == 0
 
 
 class LayeredGroups(GroupedRouter):
