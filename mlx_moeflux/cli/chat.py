@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     hint_speed(model)
     notes: list[str] = []
     elastic = elastic_banks(model, memory_pressure(args), notes.append)
+    assert model.plan is not None  # a loaded model has one
     with model, _cache(args, model.plan.reserved_bytes) as cache:
         mx.random.seed(args.seed % 2**64)
         frontend = make_frontend(args, quiet=not model.leads)

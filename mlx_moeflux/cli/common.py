@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,8 +25,11 @@ RANKS = tuple(name for name, flag in FLAGS.items() if flag.ranks)
 # What a model may be named by, in a help text.
 MODEL = "directory, Hugging Face id or short name"
 
+# After so long without a word on standard input, say that it is read.
+NOTICE_SECONDS = 2.0
+
 # What a prompt cache has of the memory that a model may fill.
-PROMPT_SHARE = "5%"
+PROMPT_SHARE = "10%"
 
 # Flags of mlx-lm that are refused -> reason.
 REFUSED = {
@@ -261,8 +265,12 @@ def given_prompt(args: argparse.Namespace) -> str | None:
         return _standard_input()
     if args.prompt is not None:
         return args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    launched = getattr(args, "distributed", False)
-    return None if launched or not _is_redirected(sys.stdin) else _standard_input() or None
+    if getattr(args, "distributed", False) or not _is_redirected(sys.stdin):
+        return None
+    # Whoever starts this with an open pipe, and did not mean it, would see a program that hangs.
+    if not select.select([sys.stdin], [], [], NOTICE_SECONDS)[0]:
+        print("waiting for the prompt on standard input; --prompt gives one", file=sys.stderr)
+    return _standard_input() or None
 
 
 def _is_redirected(stream: Any) -> bool:

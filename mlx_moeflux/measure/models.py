@@ -58,7 +58,8 @@ class Candidate:
 def known_sizes(model: KnownModel) -> Sizes:
     """Return the sizes of a model of the catalogue."""
     sizes = dict(model.sizes)
-    blocks = dict.fromkeys(range(sizes.pop("layers")), sizes.pop("block_bytes"))
+    layers, nbytes = sizes.pop("layers"), sizes.pop("block_bytes")
+    blocks = dict.fromkeys(range(layers), nbytes)
     return Sizes(blocks=blocks, **sizes)
 
 

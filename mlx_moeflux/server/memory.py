@@ -34,15 +34,14 @@ class ServerMemory:
         keeps in memory."""
         plan = model.plan
         used = plan.trunk_bytes + plan.row_bytes + plan.budget_bytes + plan.reserved_bytes
-        if states is None:
-            rest = plan.usable_bytes - used - RESERVE_BYTES
-            states = max(rest // 2, model.state_bytes(LEAST_POSITIONS))
+        rest = plan.usable_bytes - used - RESERVE_BYTES
+        share = max(rest // 2, model.state_bytes(LEAST_POSITIONS))
         return cls(
             usable=plan.usable_bytes,
             trunk=plan.trunk_bytes,
             rows=plan.row_bytes,
             experts=plan.budget_bytes,
-            states=states,
+            states=share if states is None else states,
             prompt_cache=plan.reserved_bytes,
             activations=RESERVE_BYTES,
         )

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -261,6 +263,25 @@ def test_a_prompt_comes_from_an_option_a_file_or_standard_input(tmp_path, monkey
     assert out(stdin=io.StringIO("import ")).startswith(DEFAULT_PROMPT)  # no pipe, no file
     # Given, standard input is left alone.
     assert out("--prompt", prompt, stdin=piped("import ")) == expected
+
+
+def test_an_open_pipe_is_waited_for_and_said(monkeypatch, capsys):
+    monkeypatch.setattr("mlx_moeflux.cli.common.NOTICE_SECONDS", 0.01)
+    reads, writes = os.pipe()
+
+    def write_late():
+        time.sleep(0.3)
+        with os.fdopen(writes, "w", encoding="utf-8") as stream:
+            stream.write("import ")
+
+    writer = threading.Thread(target=write_late)
+    with os.fdopen(reads, encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        writer.start()
+        args = argparse.Namespace(prompt=None, prompt_file=None, distributed=False)
+        assert given_prompt(args) == "import "
+    writer.join()
+    assert "waiting for the prompt on standard input" in capsys.readouterr().err
 
 
 def test_ranks_of_a_launcher_leave_its_pipe_alone(monkeypatch):

@@ -403,6 +403,6 @@ def _turned(found: GgufFile, path: Path) -> float:
     if ref is None or ref.dtype != "F32" or len(ref.shape) != 1:
         raise CheckpointError(f"{path} has no vector '{ROPE_FACTORS}' in F32; download it again.")
     factors = np.empty(ref.shape, np.float32)
-    ref.read_into(memoryview(factors))
+    ref.read_into(memoryview(factors.data))
     # Of a file on the hub `plan` has headers alone; the tensors are zeros.
     return turned_share(factors, path) if factors.any() else 1.0
