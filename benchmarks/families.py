@@ -26,8 +26,10 @@ from mlx_moeflux.conversion.synthesize import random_weights
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.shapes import SHAPES
 
-# Two of the three dense layers of GLM-4.6 would stand for MoE layers that do not fit.
-CHANGES = {"glm-4.6": {"first_k_dense_replace": 1}}
+# Two of the three dense layers of GLM-4.6 and 5.2 would stand for MoE layers that do not fit; and
+# mlx-lm gives every layer an indexer.
+ONE_DENSE = {"first_k_dense_replace": 1}
+CHANGES = {"glm-4.6": ONE_DENSE, "glm-5.2": {**ONE_DENSE, "indexer_types": ()}}
 
 
 def fitting(like: str, gigabytes: float) -> Any:

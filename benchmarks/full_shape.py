@@ -72,13 +72,14 @@ def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array], dict
     kind, random = model_class(config.published()["model_type"]), np.random.default_rng(0)
     arrays: dict[str, mx.array] = {}
     specs: dict[str, QuantSpec] = {}
-    for weight in random_weights(kind(config), SPEC):
+    for weight in random_weights(as_mlx_lm_has_it(config), SPEC):
         arrays[weight.name] = made(weight, random, skew)
         mx.eval(arrays[weight.name])
         if weight.spec is not None:
             specs[weight.name.rpartition(".")[0]] = weight.spec
     kernels = choose_kernels(None)
-    model = kind(config, router=kind.make_router(config, kernels), kernels=kernels)
+    router = kind.make_router(config, kernels)
+    model = as_mlx_lm_has_it(config, router=router, kernels=kernels)
     quantise(model, specs)
     trunk = {
         name: array.astype(mx.float32) if kind.keeps_float32(name) else array
@@ -108,6 +109,14 @@ def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array], dict
     model.prepare()
     named = {kind.mlx_lm_name(name): array for name, array in arrays.items()}
     return model, named, {kind.mlx_lm_name(name): spec for name, spec in specs.items()}
+
+
+def as_mlx_lm_has_it(config: Any, **options: Any) -> Any:
+    """A model whose heads of latent attention are split as in mlx-lm's checkpoints."""
+    model = model_class(config.published()["model_type"])(config, **options)
+    layers = range(config.num_hidden_layers)
+    model.fit_names(f"model.layers.{layer}.self_attn.embed_q.weight" for layer in layers)
+    return model
 
 
 def quantise(model: nn.Module, specs: dict[str, QuantSpec]) -> None:

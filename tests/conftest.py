@@ -80,7 +80,7 @@ def pytest_collection():
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory) -> Path:
     """A folder with two layers of qwen3.5-tiny, a delta net's and one of attention, the same of
-    qwen4-exp-tiny, and two layers of deepseek-tiny, each in a folder of its name."""
+    qwen4-exp-tiny, and two layers of deepseek-tiny and glm-5-tiny, each in a folder of its name."""
     from mlx_moeflux.conversion import synthesize
 
     root = tmp_path_factory.mktemp("two-layers")
@@ -89,7 +89,7 @@ def two_layers(tmp_path_factory) -> Path:
             options |= {"full_attention_interval": 2}
             shape = dataclasses.replace(synthesize.SHAPES[family], **options)
             patch.setitem(synthesize.SHAPES, family, shape)
-        for family in ("qwen3.5-tiny", "qwen4-exp-tiny", "deepseek-tiny"):
+        for family in ("qwen3.5-tiny", "qwen4-exp-tiny", "deepseek-tiny", "glm-5-tiny"):
             synthesize.synthesize(family, root / family, layers=2, experts=16)
     return root
 

@@ -415,38 +415,32 @@ class IndexedLatentCache(LatentCache):
     latents and rotary keys, rotated."""
 
     declared, kind = INDEXED_LATENT, INDEXED_LATENT.name
-    budget: int | None = None
-    """Positions that a token sees at most; the layer sets it."""
 
     @property
     def takes_steps(self) -> bool:
-        """Return True if the next token of every sequence sees everything."""
-        if self.budget is None or self.packs:
-            return False
-        return self.columns < self.first_column + self.budget
+        """Return True unless rows are quantised."""
+        return not self.packs
 
-    def _join(self, parts: list[AttentionCache]) -> None:
-        super()._join(parts)
-        known = (part.budget for part in parts if isinstance(part, IndexedLatentCache))
-        self.budget = next(known, None)
-
-    def extract(self, i: int) -> IndexedLatentCache:
-        """See :meth:`AttentionCache.extract`."""
-        single: Any = super().extract(i)
-        single.budget = self.budget
-        return single
+    def index_rows(self) -> tuple[mx.array, None]:
+        """Return the whole buffer of index keys; the tail's rows are in it."""
+        return self.buffers()[2], None
 
 
 class ChosenPositions:
     """Positions that the indexer of one layer chose, for the layers behind it that have none.
 
     Each part of a layer's input has its own, int32 ``[B, T, k]``, under the column of its first
-    token.
+    token; that of a traced step is under 0. parts: What an earlier segment of a step chose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Iterable[mx.array] = ()) -> None:
         self._layer: Any = None
-        self._parts: dict[int, mx.array] = {}
+        self._parts = dict(enumerate(parts))
+
+    @property
+    def parts(self) -> list[mx.array]:
+        """Return all that are kept."""
+        return list(self._parts.values())
 
     def put(self, layer: Any, column: int, positions: mx.array) -> None:
         """Keep those of a part; another layer's are forgotten."""

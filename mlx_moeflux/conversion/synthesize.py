@@ -205,7 +205,7 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
             continue
         routes = base.endswith(("mlp.gate", "shared_expert_gate"))
         one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
-        yield from _quantised(base, one, (), *shape)
+        yield from _quantised(base, one, shape[:-2], *shape[-2:])
     for layer, (rows, width) in model.table_shapes(config).items():
         yield from _table(config, layer, rows, width, spec)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size

@@ -39,6 +39,8 @@ from mlx_moeflux.kernels.attention.paged_attention import PAGED_SDPA
 from mlx_moeflux.kernels.delta.delta_mixer import DELTA_MIXER
 from mlx_moeflux.kernels.delta.gated_delta import GATED_DELTA
 from mlx_moeflux.kernels.linear.project import PROJECT
+from mlx_moeflux.kernels.mla.choose_positions import CHOOSE_POSITIONS
+from mlx_moeflux.kernels.mla.chosen_latents import CHOSEN_LATENT_ATTENTION
 from mlx_moeflux.kernels.mla.latent import (
     HEAD_PRODUCT,
     LATENT_ATTENTION,
@@ -90,6 +92,8 @@ OPERATIONS: dict[str, Operation] = {
         READ_STREAMS,
         CHOOSE_BLOCKS,
         CHOSEN_SDPA,
+        CHOOSE_POSITIONS,
+        CHOSEN_LATENT_ATTENTION,
     )
 }
 if unknown := {one for record in OPERATIONS.values() for one in record.replaces} - {*OPERATIONS}:

@@ -27,7 +27,7 @@ from mlx_moeflux.cache import (
     RecurrentCache,
     transaction,
 )
-from mlx_moeflux.cache.kv import TAIL_ROWS, IndexedStep
+from mlx_moeflux.cache.kv import TAIL_ROWS, ChosenPositions, IndexedStep
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
@@ -38,7 +38,10 @@ from mlx_moeflux.models.protocol import Decoder
 
 
 class _Attention:
-    """Traced stand-in of an attention entry; positions are arrays."""
+    """Traced stand-in of an attention entry; positions are arrays. chosen: See
+    :class:`~mlx_moeflux.cache.LatentCache`."""
+
+    chosen: ChosenPositions
 
     def __init__(
         self,
@@ -173,8 +176,7 @@ class _Indexed(_Attention):
 
 
 class _IndexedLatent(_Attention):
-    """Traced stand-in of an entry of latent attention with an indexer whose token sees
-    everything."""
+    """Traced stand-in of an entry of latent attention with an indexer."""
 
     @property
     def newest(self) -> tuple[mx.array, ...]:
@@ -188,6 +190,10 @@ class _IndexedLatent(_Attention):
         own = (mx.arange(TAIL_ROWS) == self._columns % TAIL_ROWS)[:, None]
         index_keys = mx.where(own, rows[0], self._tail[2])
         return super().appended((*tail, index_keys)) | {"tail": tuple(tail)}
+
+    def index_rows(self) -> tuple[mx.array, mx.array]:
+        """Return the buffer of index keys and its tail, the new row included."""
+        return self._buffers[2], self._tail[2]
 
 
 class _Ngrams(_Recurrent):
@@ -266,7 +272,7 @@ class CompiledStep:
     def _traced(self, kinds: tuple[type, ...]) -> Callable[..., Any]:
         def run(tokens, columns, length, padding, states):
             self.traces += 1
-            entries = _entries(kinds, states, columns, length, padding)
+            entries = _entries(kinds, states, ChosenPositions(), columns, length, padding)
             return self._forward(tokens, entries), [entry.ends for entry in entries]
 
         return run
@@ -317,11 +323,11 @@ class SegmentedStep:
             kinds = tuple(type(entry) for entry in cache)
             plan = self._plan(kinds, store.partial(), model.store.looks_ahead)
             counts, padding = _counts(cache)
-            carry, slots, bank, call = [tokens], None, [], None
+            carry, slots, bank, call, chosen = [tokens], None, [], None, []
             for segment in plan:
                 entries, built = cache[segment.start : segment.stop], self._graphs_built
-                carry, ends = segment.run(
-                    carry, slots, bank, *counts, padding,
+                carry, ends, chosen = segment.run(
+                    carry, slots, bank, chosen, *counts, padding,
                     [entry.begin_step() for entry in entries],
                     ready=lambda call=call: call and store.wait(call),
                 )  # fmt: skip
@@ -366,30 +372,31 @@ class SegmentedStep:
         start = 0 if last is None else last + 1
         stop = len(model.layers) if following is None else following + 1
 
-        def segment(carry, slots, bank, columns, length, padding, states):
-            entries = _entries(kinds[start:stop], states, columns, length, padding)
+        def segment(carry, slots, bank, chosen, columns, length, padding, states):
+            shared = ChosenPositions(chosen)
+            entries = _entries(kinds[start:stop], states, shared, columns, length, padding)
             if last is None:
                 self.traces += 1
                 (h,) = model.embed(carry)
             else:
-                weights, post, h, *shared = carry
+                weights, post, h, *more = carry
                 experts = model.store.steps.compute_slots(
                     post, slots, weights, _bank_of(bank, model.store.steps.bank(last))
                 )
-                h = model.layers[last].end_experts(h, experts, tuple(shared))
+                h = model.layers[last].end_experts(h, experts, tuple(more))
             for i in range(start, stop):
                 layer, entry = model.layers[i], entries[i - start]
                 if i == following:
                     h = layer.mix(h, entry)
                     begun = layer.begin_experts(h)
                     ahead = [] if begun.ahead is None else [begun.ahead]
-                    shared = [] if begun.shared is None else begun.shared
-                    out = [begun.ids, begun.weights, *ahead, begun.post, h, *shared]
+                    more = [] if begun.shared is None else begun.shared
+                    out = [begun.ids, begun.weights, *ahead, begun.post, h, *more]
                     break
                 h = layer(h, entry, chunk=1)
             else:
                 out = [model.logits(h)]
-            return out, [entry.ends for entry in entries]
+            return out, [entry.ends for entry in entries], shared.parts
 
         def traced(*inputs):
             self._graphs_built += 1
@@ -411,9 +418,14 @@ def _counts(cache: Sequence[Any]) -> tuple[list[mx.array], mx.array | None]:
     return [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)], cache[0].left_padding
 
 
-def _entries(kinds: Sequence[type], states: Sequence[Any], *counts: Any) -> list[Any]:
-    """Return the traced stand-ins of cache entries."""
-    return [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
+def _entries(
+    kinds: Sequence[type], states: Sequence[Any], chosen: ChosenPositions, *counts: Any
+) -> list[Any]:
+    """Return the traced stand-ins of cache entries, whose layers share `chosen`."""
+    entries = [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
+    for entry in entries:
+        entry.chosen = chosen
+    return entries
 
 
 def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:

@@ -1,13 +1,15 @@
 """Latent attention whose queries see chosen positions: DeepSeek's sparse attention.
 
-    score[t, s] = sum over heads h of weight[t, h] relu(q[t, h] . k[s])
+Each query sees the ``index_topk`` best of the positions before it and its own, as
+:mod:`~mlx_moeflux.kernels.mla.choose_positions` chooses them. A query with no more positions than
+that sees all of them, by plain latent attention. A layer without an indexer takes what the last
+layer with one chose.
 
-Each query sees the ``index_topk`` best of the positions before it and its own, the lower of equal
-scores, of which zeros are common. A query with no more positions than that sees all of them, by
-plain latent attention. A layer without an indexer takes what the last layer with one chose.
-
-One token gathers the rows that it sees. The tokens of a prompt hide the others by a mask, and as
-many of them are scored together as :data:`~mlx_moeflux.kernels.mla.latent.SCORES_AT_ONCE` allows.
+A few tokens read the rows that they see
+(:mod:`~mlx_moeflux.kernels.mla.chosen_latents`). The tokens of a prompt hide the others by a mask,
+and as many of them are scored together as :data:`~mlx_moeflux.kernels.mla.latent.SCORES_AT_ONCE`
+allows. A traced step chooses as soon as its buffers have more rows than a query sees: the lengths
+are on the device, and a query with fewer positions sees them all.
 
 Source: transformers 5.24 `DeepseekV32Indexer`, `GlmMoeDsaAttention`, which take equal scores in the
 order of torch's topk. DeepSeek's own code scores in FP8, after a Hadamard transform.
@@ -21,8 +23,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache.kv import LatentCache
-from mlx_moeflux.kernels.attention.choose_blocks import best_blocks
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
 from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
@@ -30,6 +30,8 @@ from mlx_moeflux.models.layers import project_normed, weights_of
 from mlx_moeflux.models.mla import LatentAttention, Queries
 from mlx_moeflux.models.modules import LayerNorm, Linear, Module
 
+# So many tokens at most read the rows that they see; more share a mask.
+FEW_TOKENS = 8
 # Epsilon of the norm of index keys in transformers.
 KEY_EPS = 1e-6
 
@@ -81,33 +83,6 @@ class Indexer(Module):
         return mx.fast.rope(x, self._dims, traditional=self._interleaved, **options)
 
 
-def position_scores(queries: mx.array, weights: mx.array, keys: mx.array) -> mx.array:
-    """The module's formula in float32: queries ``[B, H, T, Di]``, weights ``[B, T, H]``, keys
-    ``[B, 1, S, Di]`` -> ``[B, T, S]``. It holds the products of some heads at a time."""
-    (B, H, T, _), S = queries.shape, keys.shape[2]
-    keys = keys.astype(mx.float32).swapaxes(2, 3)
-    weights = weights.astype(mx.float32).swapaxes(1, 2)[..., None]
-    scores, heads = mx.zeros((B, T, S)), max(1, SCORES_AT_ONCE // (B * T * S))
-    for first in range(0, H, heads):
-        own = slice(first, first + heads)
-        product = mx.maximum(queries[:, own].astype(mx.float32) @ keys, 0.0)
-        scores = scores + (weights[:, own] * product).sum(axis=1)
-    return scores
-
-
-def best_positions(scores: mx.array, last: mx.array, first: mx.array, k: int) -> mx.array:
-    """Return the columns int32 ``[B, T, k]`` of the k best of scores ``[B, T, S]``, ascending, the
-    lower of equals. last: Column of each query, ``[B or 1, T, 1]``; first: Of each sequence,
-    ``[B or 1, 1, 1]``. If a query has fewer columns from `first` to `last`, `last` fills up."""
-    (B, T, S), column = scores.shape, mx.arange(scores.shape[2])
-    chosen = best_blocks(scores, (column >= first) & (column <= last), k)
-    # One place more takes what is not chosen.
-    place = mx.where(chosen, mx.cumsum(chosen.astype(mx.int32), axis=-1) - 1, k)
-    found = mx.broadcast_to(last, (B, T, k + 1)).astype(mx.int32)
-    columns = mx.broadcast_to(column.astype(mx.int32), (B, T, S))
-    return mx.put_along_axis(found, place, columns, axis=-1)[..., :k]
-
-
 class IndexedLatentAttention(LatentAttention):
     """Latent attention to the positions that an :class:`Indexer` chooses. Parameters: those of
     :class:`LatentAttention`, and ``indexer.*`` if the layer has one.
@@ -151,19 +126,20 @@ class IndexedLatentAttention(LatentAttention):
     def attend(self, queries: Queries, index: Index | None, cache: Any, **options: Any) -> mx.array:
         """See :meth:`LatentAttention.attend`."""
         length, budget, T = options["length"], self.config.index_topk, queries.whole.shape[1]
-        if isinstance(length, mx.array):  # a traced step, which sees everything
-            return super().attend(queries, None, cache, **options)
-        cache.budget = budget
+        if isinstance(length, mx.array):  # a traced step
+            if options["k"].shape[2] <= budget:
+                return super().attend(queries, None, cache, **options)
+            return self._seen(queries, self._positions(index, cache, 0, 1, length), options)
         before, outputs = length - T, []
         plain = min(max(cache.first_column + budget - before, 0), T)
         if plain:
             seen = {"length": before + plain, "mask": options["mask"] if plain > 1 else None}
             outputs.append(super().attend(queries.of(slice(plain)), None, cache, **options | seen))
         if plain < T:
-            rest = queries.of(slice(plain, T))
-            positions = self._positions(index, cache, before + plain, length)
-            if T == 1:
-                outputs.append(self._gathered(rest, positions, cache, options))
+            rest, few = queries.of(slice(plain, T)), T - plain <= FEW_TOKENS
+            positions = self._positions(index, cache, before + plain, T - plain, length)
+            if few and rest.latent is not None:
+                outputs.append(self._seen(rest, positions, options))
             else:
                 hidden = mx.zeros((*positions.shape[:2], length), mx.bool_)
                 mask = mx.put_along_axis(hidden, positions, mx.array(True), axis=-1)[:, None]
@@ -171,37 +147,47 @@ class IndexedLatentAttention(LatentAttention):
                 outputs.append(super().attend(rest, None, cache, **options | hides))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
-    def _gathered(
-        self, queries: Queries, positions: mx.array, cache: LatentCache, options: dict[str, Any]
-    ) -> mx.array:
-        """Return the values of one token of each sequence, which reads the rows that it sees."""
-        rows = positions.swapaxes(1, 2)[:, None]
-        k, v = (mx.take_along_axis(options[name], rows, axis=2) for name in ("k", "v"))
-        seen = {"k": k, "v": v, "length": rows.shape[2], "start": None, "mask": None}
-        y, start = super().attend(queries, None, cache, **options | seen), options["start"]
-        if start is None:
-            return y
-        # Shorter sequences see everything.
-        plain = cache.columns - start <= self.config.index_topk
-        whole = super().attend(queries, None, cache, **options)
-        return mx.where(plain[:, None, None, None], whole, y)
+    def _seen(self, queries: Queries, positions: mx.array, options: dict[str, Any]) -> mx.array:
+        """Return the values of a few tokens, which read the rows that they see."""
+        given = {name: value for name, value in options.items() if name not in ("k", "v", "mask")}
+        return self._kernels.chosen_latent_attention(
+            queries.latent,
+            queries.rotary,
+            options["k"],
+            options["v"],
+            positions,
+            values=queries.values,
+            steps=self._kernels,
+            **given,
+        )
 
-    def _positions(self, index: Index | None, cache: Any, begin: int, end: int) -> mx.array:
-        """Return the positions int32 ``[B, T, k]`` that the tokens in columns `begin` to `end` - 1
-        see, from this layer's indexer or from an earlier one's."""
+    def _positions(
+        self, index: Index | None, cache: Any, begin: int, count: int, length: int | mx.array
+    ) -> mx.array:
+        """Return the positions int32 ``[B, count, k]`` that the last `count` of `length` columns
+        see, from this layer's indexer or from an earlier one's, which knows them by `begin`."""
         if index is None:
             return cache.chosen.take(begin, last=not self._shares and not self.training)
-        padding, keys = cache.left_padding, cache.buffers()[2][:, :, :end]
-        first = mx.zeros((1,), mx.int32) if padding is None else padding
-        queries, keys, weights = map(mx.stop_gradient, (index.queries, keys, index.weights))
-        (B, _, T, _), count = queries.shape, end - begin
-        queries, weights = queries[:, :, T - count :], weights[:, T - count :]
-        at_once, parts = max(1, SCORES_AT_ONCE // (B * end)), []
-        for start in range(0, count, at_once):
-            some = slice(start, start + at_once)
-            scores = position_scores(queries[:, :, some], weights[:, some], keys)
-            last = mx.arange(begin + start, begin + start + scores.shape[1])[None, :, None]
-            parts.append(best_positions(scores, last, first[:, None, None], self.config.index_topk))
+        queries, weights, (keys, tail) = index.queries, index.weights, cache.index_rows()
+        if self.training:
+            queries, weights, keys = map(mx.stop_gradient, (queries, weights, keys))
+        B, T, parts = len(queries), queries.shape[2], []
+        at_once = count
+        if isinstance(length, int):
+            at_once = max(1, SCORES_AT_ONCE // (B * length))
+        for start in range(T - count, T, at_once):
+            stop = min(start + at_once, T)
+            parts.append(
+                self._kernels.choose_positions(
+                    queries[:, :, start:stop],
+                    weights[:, start:stop],
+                    keys,
+                    k=self.config.index_topk,
+                    length=length - (T - stop),
+                    start=cache.left_padding,
+                    tail=tail,
+                )
+            )
             if at_once < count:
                 # Else MLX holds the scores of several parts.
                 mx.eval(parts[-1])

@@ -37,6 +37,10 @@ SELDOM = {
         "offset": lambda _: mx.array([3, 0], mx.int32),
     },
     "latent_prepare": {"offset": lambda _: mx.array([3, 0], mx.int32)},
+    "choose_positions": {
+        "length": lambda _: mx.array([44], mx.int32),
+        "tail": lambda dtype: mx.random.normal((2, 1, 16, 32)).astype(dtype),
+    },
     "latent_attention": {"start": lambda _: mx.array([0, 1], mx.int32)},
     "latent_prefill": {"start": lambda _: mx.array([0, 1], mx.int32)},
     "moe_step": {

@@ -25,6 +25,7 @@ FAMILIES = {
     "latent_step": "deepseek-tiny",
     "read_streams": "qwen4-exp-tiny",
     "chosen_sdpa": "qwen4-exp-tiny",
+    "chosen_latent_attention": "glm-5-tiny",
 }
 
 

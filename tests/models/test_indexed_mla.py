@@ -16,15 +16,12 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.generation.batch import BatchGenerator
+from mlx_moeflux.kernels.mla import choose_positions
+from mlx_moeflux.kernels.mla.choose_positions import best_positions, position_scores
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import indexed_mla
-from mlx_moeflux.models.indexed_mla import (
-    IndexedLatentAttention,
-    Indexer,
-    best_positions,
-    position_scores,
-)
+from mlx_moeflux.models.indexed_mla import IndexedLatentAttention, Indexer
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.modules import RMSNorm
 from tests.kernels.harness import on_the_cpu
@@ -72,7 +69,7 @@ def _random(part):
 @pytest.mark.parametrize("at_once", [1 << 22, 40])
 def test_scores_are_those_of_loops(at_once, monkeypatch):
     """However many heads are held together."""
-    monkeypatch.setattr(indexed_mla, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(choose_positions, "SCORES_AT_ONCE", at_once)
     queries, weights, keys = normal(2, 5, 3, 8), normal(2, 3, 5, seed=1), normal(2, 1, 7, 8, seed=2)
     expected = np.zeros((2, 3, 7))
     q, w, k = (np.array(x).astype(np.float64) for x in (queries, weights, keys))
@@ -223,22 +220,51 @@ def test_streamed_is_resident_bit_for_bit(twin):
         assert same_bits(ours, expected)
 
 
-def test_steps_are_traced_as_long_as_all_is_seen():
-    with load_model(V32, dtype=mx.float32, kernels="reference") as model:
-        tokens, cache = tokens_of(20), model.make_cache()
-        model(tokens[:, :2], cache)
-        fits = []
-        for i in range(2, 20):
-            fits.append(model._step.fits(cache))
-            model(tokens[:, i : i + 1], cache)
-        assert fits == [n < 8 for n in range(2, 20)]
-        expected = model(tokens)[:, -1]
-        cache = model.make_cache()
-        model(tokens[:, :2], cache)
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("memory", ["100%", "67%"])
+@pytest.mark.parametrize(
+    ("twin", "budget", "first"),
+    [
+        (V32, 8, 2),
+        (SHARED, 6, 2),
+        # From a step of the capacity on they see less than everything.
+        pytest.param(SHARED, 256, 253, marks=pytest.mark.slow),
+    ],
+)
+def test_all_steps_are_traced(twin, budget, first, memory):
+    """Whole, or in segments, between which layers share a choice."""
+    with load_model(twin, dtype=mx.float32, kernels="reference", expert_memory=memory) as model:
+        for layer in model.layers:
+            layer.self_attn.config = replace(layer.self_attn.config, index_topk=budget)
+        tokens, cache = tokens_of(first + 9), model.make_cache()
+        expected, model.compile_steps = model(tokens), True
+        model(tokens[:, :first], cache)
+        for i in range(first, first + 9):
+            assert model._step.fits(cache)
+            logits = model(tokens[:, i : i + 1], cache)
+            assert relative_error(logits[:, 0], expected[:, i]) <= LIMIT, i
+        assert model._step.traces + model._segments.traces == 9
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("twin", [V32, SHARED])
+def test_traced_steps_of_a_batch_are_as_they_are_alone(twin):
+    """One is below the budget, one passes it, one is beyond it."""
+    lengths = (3, 5, 19)
+    with load_model(twin, dtype=mx.float32, kernels="reference") as model:
+        rows, states = [tokens_of(n + 4, seed=n) for n in lengths], []
+        for row, n in zip(rows, lengths, strict=True):
+            states.append(model.make_cache())
+            model(row[:, :n], states[-1])
+        expected = [model(row)[0, -4:] for row in rows]
+        merged = [type(entries[0]).merge(list(entries)) for entries in zip(*states, strict=True)]
         model.compile_steps = True
-        steps = [model(tokens[:, i : i + 1], cache) for i in range(2, 20)]
-        assert model._step.traces
-        assert relative_error(steps[-1][:, 0], expected) <= LIMIT
+        for i in range(4):
+            tokens = mx.stack([row[0, n + i] for row, n in zip(rows, lengths, strict=True)])
+            logits = model(tokens[:, None], merged)
+            for b in range(3):
+                assert relative_error(logits[b, 0], expected[b][i]) <= LIMIT
+        assert model._step.traces == 4
 
 
 @pytest.mark.slow

@@ -350,12 +350,12 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     B, Hq, T, D1 = call.q
     Hkv, Dv, capacity = call.k[1], call.v[3], call.chosen * call.page or call.k[2]
     limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
-    demand = _on_demand_of_latents(backend_name)
+    demand = on_demand_of_latents(backend_name)
     token = latent_token.launch_of(
         limit, demand, call.q, call.k, call.rotary, call.tail, call.dtype
     )
     if token is not None and not call.expanded:
-        return Plan(latent_token.KERNEL, token, _join_options(call, Hq, 0))
+        return Plan(latent_token.KERNEL, token, join_options(call, Hq, 0))
     name, tile = _tile(backend_name, call, limit)
     if tile is None:
         raise ShapeError(
@@ -384,10 +384,10 @@ def plan_of(backend_name: str, call: Call) -> Plan:
         return Plan(_KERNELS[name][0], options | result)
     options["output_shapes"] = [(groups, parts, rows, Dv), (groups, parts, rows, 2)]
     options["output_dtypes"] = [mx.float32, mx.float32]
-    return Plan(_KERNELS[name][1], options, _join_options(call, pack, gate))
+    return Plan(_KERNELS[name][1], options, join_options(call, pack, gate))
 
 
-def _on_demand_of_latents(backend_name: str) -> int:
+def on_demand_of_latents(backend_name: str) -> int:
     """Bytes of threadgroup memory that ``attend_latents`` may ask for."""
     least = MEMORY_ON_DEMAND.get(backend_name, 0)
     if not least or not mx.cuda.is_available():
@@ -396,7 +396,7 @@ def _on_demand_of_latents(backend_name: str) -> int:
     return max(least, MORE_ON_DEMAND.get(architecture, 0))
 
 
-def _join_options(call: Call, pack: int, gate: int) -> dict[str, Any]:
+def join_options(call: Call, pack: int, gate: int) -> dict[str, Any]:
     B, Hq, T, Dv = *call.q[:3], call.v[3]
     width = 4 if Dv % 128 == 0 else 1
     return {

@@ -24,12 +24,38 @@ inline void stage_latents(
   }
 }
 
-// A tile of positions from `first` on, which is in the tail as a whole or not at all.
+// As stage_latents, of the rows that `chosen` names from `first` on, each in the tail or not.
 template <typename T, int R, int DR, int LD, int BN, int THREADS>
+inline void stage_chosen(
+    threadgroup T* to, const device T* latents, const device T* keys,
+    const device T* tail_latents, const device T* tail_keys, int tail, const device int* chosen,
+    key_range range, int first, int index) {
+  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = (R + DR) / WIDE;
+  constexpr int EACH_HAS = (BN * CHUNKS + THREADS - 1) / THREADS;
+  EACH(i, EACH_HAS) {
+    const int chunk = index + i * THREADS, row = chunk / CHUNKS, at = chunk % CHUNKS * WIDE;
+    if (BN * CHUNKS % THREADS == 0 || row < BN) {
+      const bool live = first + row >= range.low && first + row < range.high;
+      const int place = live ? chosen[first + row] : 0, newest = place - tail;
+      const device T* from = newest >= 0 ? tail_latents + newest * R : latents + size_t(place) * R;
+      const device T* beside = newest >= 0 ? tail_keys + newest * DR : keys + size_t(place) * DR;
+      copy_async(to + row * LD + at, at < R ? from + at : beside + at - R, live);
+    }
+  }
+}
+
+// A tile of positions from `first` on, which is in the tail as a whole or not at all; or, with
+// CHOSEN, of those that `chosen` names.
+template <typename T, int R, int DR, int LD, int BN, int THREADS, bool CHOSEN>
 inline void stage_tile(
     threadgroup T* to, const device T* latents, const device T* keys,
-    const device T* tail_latents, const device T* tail_keys, int tail, key_range range, int first,
-    int index) {
+    const device T* tail_latents, const device T* tail_keys, int tail, const device int* chosen,
+    key_range range, int first, int index) {
+  if (CHOSEN) {
+    stage_chosen<T, R, DR, LD, BN, THREADS>(
+        to, latents, keys, tail_latents, tail_keys, tail, chosen, range, first, index);
+    return;
+  }
   const bool newest = first >= tail;
   const device T* const coming = newest ? tail_latents + (first - tail) * R : latents + first * R;
   const device T* const beside = newest ? tail_keys + (first - tail) * DR : keys + first * DR;
@@ -40,13 +66,15 @@ inline void stage_tile(
 // q [B, HEADS, R], q2 [B, HEADS, DR]; latents [B, capacity, R], keys [B, capacity, DR], of which the
 // newest rows are in tails [B, TAIL, *]; -> partial [B, parts, HEADS, R], not divided by totals, and
 // stats [B, parts, HEADS, 2]: tops and totals. tiles: BUFFERS of BN rows, 16 MT at least; with two
-// the next comes while one is multiplied. Threadgroups: (parts, B, HEADS / (16 MT)).
+// the next comes while one is multiplied. Threadgroups: (parts, B, HEADS / (16 MT)). With CHOSEN the
+// positions are the first of a row of chosen [B, CHOSEN], as many as there are up to the token; and B
+// counts tokens, of which a sequence's last TOKENS are neighbours.
 template <typename T, int R, int DR, int HEADS, int MT, int W, int WC, int BN, int BUFFERS,
-          int TAIL>
+          int TAIL, int CHOSEN, int TOKENS>
 inline void attend_latents(
     const device T* q, const device T* q2, const device T* latents, const device T* keys,
-    const device T* tail_latents, const device T* tail_keys, const device int* ranges,
-    const device float* scale, device float* partial, device float* stats, threadgroup T* tiles,
+    const device T* tail_latents, const device T* tail_keys, const device int* chosen,
+    const device int* ranges, const device float* scale, device float* partial, device float* stats, threadgroup T* tiles,
     threadgroup T* weights, threadgroup float* scores, threadgroup float* factors, int capacity,
     uint3 position, uint3 counts, uint index) {
   constexpr int D = R + DR, LD = D + 8, LS = BN + 1, LP = BN + 8, THREADS = 32 * W, M = 16 * MT;
@@ -59,15 +87,19 @@ inline void attend_latents(
   const int lane = int(index % 32), w = int(index / 32), b = int(position.y);
   const int own_columns = 16 * (w % WC), own_keys = w / WC * (8 * NS);
   const int row0 = M * int(position.z), mine = int(index) / LANES, part = int(index) % LANES;
-  const int length = ranges[2 * b + 1];
-  const key_range range = part_of(ranges[2 * b], length, BN, position.x, counts.x);
-  const int tail = (length - 1) / TAIL * TAIL;
+  const int sequence = b / TOKENS, length = ranges[2 * sequence + 1];
+  const int own_length = length - (TOKENS - 1 - b % TOKENS) - ranges[2 * sequence];
+  const int start = CHOSEN > 0 ? 0 : ranges[2 * sequence];
+  const int end = CHOSEN > 0 ? metal::min(metal::max(own_length, 1), CHOSEN) : length;
+  const key_range range = part_of(start, end, BN, position.x, counts.x);
+  const int tail = TAIL > 0 ? (length - 1) / metal::max(TAIL, 1) * TAIL : length;
   const float to_base2 = scale[0] * 1.44269504f;
   const size_t own = size_t(b) * HEADS + row0;
-  latents += size_t(b) * capacity * R;
-  keys += size_t(b) * capacity * DR;
-  tail_latents += size_t(b) * TAIL * R;
-  tail_keys += size_t(b) * TAIL * DR;
+  latents += size_t(sequence) * capacity * R;
+  keys += size_t(sequence) * capacity * DR;
+  tail_latents += size_t(sequence) * TAIL * R;
+  tail_keys += size_t(sequence) * TAIL * DR;
+  chosen += size_t(b) * CHOSEN;
   threadgroup T* now = tiles;
   threadgroup T* then = tiles + (BUFFERS - 1) * BN * LD;
   float top = no_score(), total = 0.0f;
@@ -77,8 +109,8 @@ inline void attend_latents(
   // Tiles begin at multiples of BN.
   const int begin = range.low / BN * BN;
   if (BUFFERS == 2 && begin < range.high) {
-    stage_tile<T, R, DR, LD, BN, THREADS>(
-        now, latents, keys, tail_latents, tail_keys, tail, range, begin, int(index));
+    stage_tile<T, R, DR, LD, BN, THREADS, (CHOSEN > 0)>(
+        now, latents, keys, tail_latents, tail_keys, tail, chosen, range, begin, int(index));
   }
   arrive();
   tile_a<T> queries[MT][NK];
@@ -99,8 +131,8 @@ inline void attend_latents(
   #pragma unroll 1
   for (int first = begin; first < range.high; first += BN) {
     if (BUFFERS == 1 || first + BN < range.high) {
-      stage_tile<T, R, DR, LD, BN, THREADS>(
-          then, latents, keys, tail_latents, tail_keys, tail, range,
+      stage_tile<T, R, DR, LD, BN, THREADS, (CHOSEN > 0)>(
+          then, latents, keys, tail_latents, tail_keys, tail, chosen, range,
           first + (BUFFERS - 1) * BN, int(index));
     }
     if (BUFFERS == 1) {

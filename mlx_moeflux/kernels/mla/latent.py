@@ -19,7 +19,7 @@ Shapes:
     which the first `length` rows count and no other is read. The T queries are the last of them:
     query t sees keys up to length - T + t.
     mask: None (every query sees every key), "causal", or bool ``[B or 1, 1, T, length]``.
-    length: An int, or (one query only) int32 ``[1]``.
+    length: An int, or (one query only) int32 ``[1]`` or ``[B]``.
     start: None, or int32 ``[B]``: the first key of each sequence; a query before it sees itself
     alone, and its result is undefined.
     tail: None, or (one query only) the newest rows of both buffers, as in

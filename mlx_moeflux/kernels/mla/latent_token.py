@@ -1,4 +1,5 @@
-"""Latent attention of one token a sequence, over parts of the positions.
+"""Latent attention of one token a sequence, or of a few to chosen positions each, over parts of the
+positions.
 
     score = (q_latent c_s + q_rotary r_s) scale log2(e),  top >= the highest score of a part - 8
     partial = sum 2^(score - top) c_s,  total = sum 2^(score - top)
@@ -7,7 +8,8 @@ Shapes: q_latent, q_rotary, latents (c), rotary_keys (r) and tail as in
 :mod:`mlx_moeflux.kernels.mla.latent`; ranges: see
 :func:`mlx_moeflux.kernels.runtime.launch_args.ranges`.
     returns: partial ``[B, parts, H, R]`` and stats ``[B, parts, H, 2]`` (tops and totals), float32,
-    as ``attend_combine`` and ``attend_values`` take them.
+    as ``attend_combine`` and ``attend_values`` take them. Chosen positions: see
+    :mod:`mlx_moeflux.kernels.mla.chosen_latents`; B counts all tokens.
 """
 
 from __future__ import annotations
@@ -52,23 +54,30 @@ def _memory(template: Mapping[str, Any]) -> int:
     return halves * template["T"].size + 4 * M * (template["WC"] * (BN + 1) + 1)
 
 
-KERNEL = MetalKernel(
-    "attend_latents",
-    file="attention_latent.metal",
-    inputs=("q", "q2", "k", "k2", "tail_k", "tail_v", "ranges", "scale"),
-    outputs=("partial", "stats"),
-    body="""
-        threadgroup T tiles[BUFFERS * BN * (R + DR + 8)];
-        threadgroup T weights[16 * MT * (BN + 8)];
-        threadgroup float scores[16 * MT * WC * (BN + 1)];
-        threadgroup float factors[16 * MT];
-        attend_latents<T, R, DR, HEADS, MT, W, WC, BN, BUFFERS, TAIL>(
-            q, q2, k, k2, tail_k, tail_v, ranges, scale, partial, stats, tiles, weights, scores,
-            factors, k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
-            thread_index_in_threadgroup);
-    """,
-    memory=_memory,
-)
+def _kernel(name: str, *, chosen: bool) -> MetalKernel:
+    tensors = "q", "q2", "k", "k2", "tail_k", "tail_v"
+    return MetalKernel(
+        name,
+        file="attention_latent.metal",
+        inputs=(*tensors, *["chosen"] * chosen, "ranges", "scale"),
+        outputs=("partial", "stats"),
+        body=f"""
+            threadgroup T tiles[BUFFERS * BN * (R + DR + 8)];
+            threadgroup T weights[16 * MT * (BN + 8)];
+            threadgroup float scores[16 * MT * WC * (BN + 1)];
+            threadgroup float factors[16 * MT];
+            attend_latents<T, R, DR, HEADS, MT, W, WC, BN, BUFFERS, TAIL,
+                           {"CHOSEN, TOKENS" if chosen else "0, 1"}>(
+                q, q2, k, k2, tail_k, tail_v, {"chosen" if chosen else "ranges"}, ranges, scale,
+                partial, stats, tiles, weights, scores, factors, k_shape[2],
+                threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup);
+        """,
+        memory=_memory,
+    )
+
+
+KERNEL = _kernel("attend_latents", chosen=False)
+CHOSEN = _kernel("attend_chosen_latents", chosen=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,26 +89,36 @@ def launch_of(
     rotary: int,
     tail: int,
     dtype: mx.Dtype,
+    chosen: int = 0,
 ) -> dict[str, Any] | None:
     """Return the launch of a call with `limit` bytes of threadgroup memory, or with `on_demand`;
-    None if there is no kernel for it."""
-    (B, H, T, R), capacity = q, latents[2]
-    if T != 1 or not tail or not rotary or rotary % 16:
+    None if there is no kernel for it. chosen: Positions that a token sees at most; 0: all."""
+    (B, H, T, R), capacity = q, chosen or latents[2]
+    if (not chosen and (T != 1 or not tail)) or not rotary or rotary % 16:
         return None
     sizes = {"T": dtype, "R": R, "DR": rotary, "HEADS": H, "TAIL": tail}
+    if chosen:
+        sizes |= {"CHOSEN": chosen, "TOKENS": T}
     large = MANY if capacity >= MANY_POSITIONS else FEW
     for layout, buffers, memory in ((large, 2, on_demand), (SMALL, 2, limit), (SMALL, 1, limit)):
         rows, threads = 16 * layout.MT, 32 * layout.W
         template = sizes | {"MT": layout.MT, "W": layout.W, "WC": layout.WC, "BN": layout.BN}
         template |= {"BUFFERS": buffers}
-        if tail % layout.BN or H % rows or R % (8 * layout.W) or _memory(template) > memory:
+        if (
+            (not chosen and tail % layout.BN)
+            or H % rows
+            or R % (8 * layout.W)
+            or _memory(template) > memory
+        ):
             continue
-        parts = max(1, min(layout.groups * rows // (B * H), -(-capacity // LEAST_KEYS)))
+        # Among chosen positions sums do not depend on the tokens beside one.
+        tokens = 1 if chosen else B
+        parts = max(1, min(layout.groups * rows // (tokens * H), -(-capacity // LEAST_KEYS)))
         return {
             "template": template,
-            "grid": (threads * parts, B, H // rows),
+            "grid": (threads * parts, B * T, H // rows),
             "threadgroup": (threads, 1, 1),
-            "output_shapes": [(B, parts, H, R), (B, parts, H, 2)],
+            "output_shapes": [(B * T, parts, H, R), (B * T, parts, H, 2)],
             "output_dtypes": [mx.float32, mx.float32],
         }
     return None

@@ -235,6 +235,16 @@ inline float row_sum(float x) {
   return x + simd_shuffle_xor(x, 8);
 #endif
 }
+// Over the 8 lanes that hold a column of a tile.
+inline float column_sum(float x) {
+  x += simd_shuffle_xor(x, 4);
+  x += simd_shuffle_xor(x, 16);
+#ifdef MOEFLUX_CUDA
+  return x + simd_shuffle_xor(x, 8);
+#else
+  return x + simd_shuffle_xor(x, 2);
+#endif
+}
 inline float row_max(float x) {
   x = metal::max(x, simd_shuffle_xor(x, 1));
 #ifdef MOEFLUX_CUDA

@@ -28,7 +28,7 @@ TOKENS = mx.array(np.random.default_rng(0).integers(0, 1000, (1, PROMPT + STEPS)
 SHAPES = {
     "qwen3.5-tiny": {"full_attention_interval": 2},
     "deepseek-tiny": {},
-    "glm-5-tiny": {"indexer_types": ("full", "shared")},
+    "glm-5-tiny": {"indexer_types": ("full", "shared"), "num_attention_heads": 16},
     "qwen3-tiny": {},
     "qwen3-next-tiny": {"full_attention_interval": 2},
     "gpt-oss-tiny": {"sliding_window": 8},
@@ -38,6 +38,7 @@ SHAPES = {
 }
 ATTENTION = {"project", "norm_rope", "sdpa", "append_row"}
 LATENTS = {"project", "latent_prepare", "latent_attention", "append_row", "head_product"}
+CHOSEN = LATENTS - {"latent_attention"} | {"choose_positions", "chosen_latent_attention"}
 RESIDENT, STREAMED = {"moe_step"}, {"softmax_top_k", "expert_mix", "add_shared"}
 
 # Family, memory of its experts, and the operations whose kernels a step launches.
@@ -45,7 +46,8 @@ RUNS = {
     "qwen3.5-tiny": ("100%", ATTENTION | RESIDENT | {"delta_mixer"}),
     "qwen3.5-tiny streamed": ("50%", ATTENTION | STREAMED | {"delta_mixer"}),
     "deepseek-tiny": ("100%", LATENTS | {"sigmoid_top_k", "expert_mix", "add_shared"}),
-    "glm-5-tiny": ("100%", LATENTS | {"sigmoid_top_k", "expert_mix", "add_shared"}),
+    "glm-5-tiny": ("100%", CHOSEN | {"sigmoid_top_k", "expert_mix", "add_shared"}),
+    "glm-5-tiny streamed": ("50%", CHOSEN | {"sigmoid_top_k", "expert_mix", "add_shared"}),
     "qwen3-tiny": ("100%", ATTENTION | RESIDENT),
     "qwen3-next-tiny": ("100%", ATTENTION | RESIDENT | {"delta_mixer"}),
     "gpt-oss-tiny": ("100%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
