@@ -340,6 +340,11 @@ class Kernels:
     def __getitem__(self, name: str) -> Dispatcher:
         return self._operations[name]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kernels:
+        """Return itself: a copied layer computes with the same operations, whose tables of trials
+        hold functions that cannot be copied."""
+        return self
+
     def __repr__(self) -> str:
         return f"Kernels({self.names()})"
 

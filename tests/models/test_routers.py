@@ -56,7 +56,9 @@ def test_a_router_with_a_parameter_layer_gets_it():
 def test_a_layer_can_be_copied():
     router = Layered(K, dict.fromkeys(range(6), 0.0))
     with opened(expert_memory="100%", router=router) as model:
-        assert copy.deepcopy(model.layers[0].mlp).layer == 0
+        copied = copy.deepcopy(model.layers[0].mlp)
+        assert copied.layer == 0
+        assert copied._kernels is model.kernels
 
 
 class LayeredGroups(GroupedRouter):
