@@ -15,6 +15,7 @@ replaced by signatures and docstrings, and ``llms.txt`` lists the pages.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -52,7 +53,7 @@ def find(path: str) -> tuple[Path, str, ast.AST]:
     else:
         raise LookupError(f"{path}: there is no such module")
     text = file.read_text(encoding="utf-8")
-    node: ast.AST = ast.parse(text)
+    node: ast.AST = _tree(text)
     for name in parts[count:]:
         # The last one: overloads come before the function that has the docstring.
         found = [child for child in node.body if _name_of(child) == name]
@@ -60,6 +61,10 @@ def find(path: str) -> tuple[Path, str, ast.AST]:
             raise LookupError(f"{path}: {file.relative_to(ROOT)} defines no {name}")
         node = found[-1]
     return file, text, node
+
+
+# Keyed by the text: the site's live reload parses a file again after an edit.
+_tree = functools.cache(ast.parse)
 
 
 def _name_of(node: ast.AST) -> str | None:
