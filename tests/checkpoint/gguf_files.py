@@ -143,8 +143,9 @@ def write(
     architecture: str = "qwen3moe",
     more: Mapping[str, Any] | None = None,
     scaling: Mapping[str, Any] | None = None,
+    meaning: bool = False,
 ) -> Path:
-    """A file, and ``path.parent / "meaning"`` with the same values.
+    """A file, and with `meaning` ``path.parent / "meaning"`` with the same values.
 
     kind_of: Name -> its type. more: Other metadata, key -> text or number. scaling:
     ``rope_scaling`` of the meaning.
@@ -178,7 +179,7 @@ def write(
         writer.add_chat_template("{{ messages[0]['content'] }}")
     writer.add_eos_token_id(V - 1)
     _add(writer, more or {})
-    random, meaning = np.random.default_rng(3), {}
+    random, values_of = np.random.default_rng(3), {}
     for name, shape in shapes(dense).items():
         if name in skip or (tied and name == "output"):
             continue
@@ -192,14 +193,17 @@ def write(
             values = (values + (len(shape) == 1)).astype(np.float32)
             raw = gguf.quantize(values, qtype)
         writer.add_tensor(f"{name}.weight", raw, raw_dtype=qtype)
-        meaning |= _hf_tensors(name, gguf.dequantize(raw, qtype).reshape(shape))
+        if meaning:
+            values_of |= _hf_tensors(name, gguf.dequantize(raw, qtype).reshape(shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if not meaning:
+        return path
     out = path.parent / "meaning"
     out.mkdir(exist_ok=True)
-    tensors = {n: foreign.entry("F32", v.astype(np.float32)) for n, v in meaning.items()}
+    tensors = {n: foreign.entry("F32", v.astype(np.float32)) for n, v in values_of.items()}
     foreign.write_safetensors(out / "model.safetensors", tensors)
     config = {
         "model_type": "qwen3_moe",

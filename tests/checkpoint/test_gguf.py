@@ -56,7 +56,7 @@ from tests.kernels.experts import BETWEEN  # noqa: E402
 from tests.kernels.harness import emulated, launched  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
-TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
+TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 11)))
 KINDS = {kind.name: kind for kind in (*BLOCK_MODES.values(), MXFP4)}
 KEPT = [kind.name for kind in BLOCK_MODES.values()]
 INEXACT = ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
@@ -159,7 +159,7 @@ CASES = {
 )
 def test_logits_are_those_of_the_values(tmp_path, case):
     kind_of, options = CASES[case]
-    path = gguf_files.write(tmp_path / "model.gguf", kind_of, **options)
+    path = gguf_files.write(tmp_path / "model.gguf", kind_of, **options, meaning=True)
     expected = logits(tmp_path / "meaning")
     resident = logits(path)
     assert relative_error(resident, expected) <= 1e-5
@@ -208,7 +208,7 @@ KEPT_CASES |= {kind: lambda name, kind=kind: "F32" if "inp" in name else kind fo
 )
 def test_experts_keep_blocks(tmp_path, case, capsys):
     kind_of = KEPT_CASES[case]
-    path = gguf_files.write(tmp_path / "model.gguf", kind_of)
+    path = gguf_files.write(tmp_path / "model.gguf", kind_of, meaning=True)
     expected = logits(tmp_path / "meaning")
     with load_model(path, verbose=True) as model:
         resident = np.array(model(TOKENS))
@@ -247,7 +247,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("case", ["Q4_K_M", pytest.param("each", marks=pytest.mark.slow)])
 def test_the_trunk_keeps_blocks_on_gpus(tmp_path, as_on_a_gpu, capsys, case):
-    path = gguf_files.write(tmp_path / "model.gguf", KEPT_CASES[case])
+    path = gguf_files.write(tmp_path / "model.gguf", KEPT_CASES[case], meaning=True)
     expected = logits(tmp_path / "meaning")
     with load_model(path, verbose=True) as model:
         resident = np.array(model(TOKENS))
@@ -291,7 +291,7 @@ def test_adapters_of_a_trunk_in_blocks_learn(tmp_path, as_on_a_gpu):
 
 @pytest.mark.slow  # g++ compiles the kernels of a model
 def test_kernels_read_the_trunk_in_blocks(tmp_path, as_on_a_gpu):
-    path, few = gguf_files.write(tmp_path / "model.gguf", q4_k_m), TOKENS[:, :2]
+    path, few = gguf_files.write(tmp_path / "model.gguf", q4_k_m, meaning=True), TOKENS[:, :2]
     expected = np.array(load_model(tmp_path / "meaning", dtype=mx.float32)(few))
     with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.float32) as model:
         with launched() as names:
@@ -404,7 +404,7 @@ def test_a_token_at_a_time_is_the_prompt(tmp_path):
 
 
 def test_blocks_become_floats_and_other_forms_refuse_them(tmp_path):
-    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m)
+    path = gguf_files.write(tmp_path / "model.gguf", q4_k_m, meaning=True)
     expected = logits(tmp_path / "meaning")
     for layout in ("packed", "safetensors"):
         out = convert(path, tmp_path / layout, layout=layout, dequantize=True)
@@ -419,9 +419,8 @@ def test_blocks_become_floats_and_other_forms_refuse_them(tmp_path):
 def test_requantize_says_so(tmp_path, capsys):
     """With the error of the logits: 8 bits in groups of 32 for 6 bits in groups of 16. Q4_K of the
     same experts gets its exact form."""
-    path = gguf_files.write(
-        tmp_path / "model.gguf", lambda name: "Q6_K" if "down" in name else mixed(name)
-    )
+    kind_of = lambda name: "Q6_K" if "down" in name else mixed(name)  # noqa: E731
+    path = gguf_files.write(tmp_path / "model.gguf", kind_of, meaning=True)
     expected = logits(tmp_path / "meaning")
     for components in ours.open_gguf(path, requantize=True).blocks.values():
         forms = {name: refs[0].dtype for name, refs in components.items()}
@@ -545,7 +544,8 @@ def test_the_whole_group_of_the_rope_is_read(small, monkeypatch, case):
 
 def test_logits_with_a_scaled_rope(tmp_path):
     more, scaling = ROPES["factors and limits"]
-    path = gguf_files.write(tmp_path / "model.gguf", mixed, more=more, scaling=scaling)
+    options = {"more": more, "scaling": scaling, "meaning": True}
+    path = gguf_files.write(tmp_path / "model.gguf", mixed, **options)
     expected = logits(tmp_path / "meaning")
     assert relative_error(logits(path), expected) <= 1e-5
     config = json.loads((tmp_path / "meaning/config.json").read_text())
