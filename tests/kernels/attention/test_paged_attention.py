@@ -20,10 +20,9 @@ class Paged:
     """A call of attention with a tail whose buffers lie in blocks of a pool, in random order."""
 
     def __init__(self, dtype, B, Hq, Hkv, capacity, D, Dv, length, *, start=None, gate=0, rows=32):
-        call = Attended(
+        self.attended = call = Attended(
             dtype, B, Hq, Hkv, 1, capacity, D, Dv, length, start=start, gate=gate, causal=False
         )
-        self.truth, self.limit = call.truth, call.limit
         call.with_tail(rows)
         q, *buffers = call.arrays
         options = dict(call.options)
@@ -48,7 +47,7 @@ class Paged:
 
     def case(self, name):
         run = lambda: [paged_sdpa_fused(*self.arrays, **self.options)]  # noqa: E731
-        return Case(name, run, lambda: [self.truth], self.limit)
+        return Case(name, run, lambda: [self.attended.truth], lambda: self.attended.limit)
 
 
 CALLS = {
@@ -63,7 +62,7 @@ def test_is_attention_over_one_buffer_to_the_bit(device, name):
     *sizes, options = CALLS[name]
     call = Paged(*sizes, **options)
     y = paged_sdpa_fused(*call.arrays, **call.options)
-    assert error(y, call.truth) <= call.limit
+    assert error(y, call.attended.truth) <= call.attended.limit
     arrays, given = call.sdpa
     assert mx.array_equal(y, sdpa_fused(*arrays, **given)).item()
 
@@ -75,7 +74,7 @@ def test_reference(name):
     q, *pools = (mx.where(mx.isnan(x), 0.0, x) for x in call.arrays)
     tail = tuple(mx.where(mx.isnan(x), 0.0, x) for x in call.options["tail"])
     y = paged_sdpa(q, *pools, **call.options | {"tail": tail})
-    assert error(y, call.truth) <= call.limit + 1e-6
+    assert error(y, call.attended.truth) <= call.attended.limit + 1e-6
 
 
 def test_what_does_not_fit_is_refused():

@@ -335,10 +335,11 @@ def case(
         truths.append(rows)
     if ends == "joined":
         options = {"norm": scale, "eps": EPS}
-        limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
+        given = options | {"normed": True}
+        limit = lambda: max(limits((x, weights), given, [*truths, rows]))  # noqa: E731
         call = functools.partial(joined, x, weights, **options)
         return Case(f"joined-{C}-{alike}", call, lambda: [*truths, rows], limit)
-    limit = max(limits((x, weights), options, truths))
+    limit = lambda: max(limits((x, weights), options, truths))  # noqa: E731
     name = "-".join([*map(str, structure), str(norm), ends, str(C), "alike" * alike, *modes])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
 
