@@ -108,7 +108,13 @@ def forms(tmp_path_factory):
     return form
 
 
-@pytest.fixture(params=FORMS)
+# By default int4 in groups of 32 alone: those of 64 differ in a number.
+@pytest.fixture(
+    params=[
+        pytest.param(form, marks=[pytest.mark.slow] * (form == "int4 in groups of 64"))
+        for form in FORMS
+    ]
+)
 def written(request, forms) -> tuple[Path, Path]:
     path = forms(request.param)
     return path, path.parent / "meaning"

@@ -249,8 +249,14 @@ def test_another_error_of_a_turn_is_not_hidden(timed_store, experts, monkeypatch
     all_is_well(store, experts)
 
 
-@pytest.mark.parametrize("error", [ExpertFileError("gone"), KeyboardInterrupt()])
-@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize(
+    ("turn", "error"),
+    [
+        pytest.param(turn, error, id=f"{turn}-error{i}", marks=[pytest.mark.slow] * (turn != i + 1))
+        for turn in (1, 2)
+        for i, error in enumerate((ExpertFileError("gone"), KeyboardInterrupt()))
+    ],
+)
 def test_a_read_that_fails_in_a_turn_leaves_a_working_store(timed_store, experts, error, turn):
     failing = []
 

@@ -125,8 +125,13 @@ def test_chunkwise(dtype, T):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("parts", "prefetch"),
+    [
+        *((1, False), (2, True)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, True), (2, False))),
+    ],
+)
 def test_chunkwise_however_tuned(parts, prefetch):
     inputs = rule_inputs(1, 71, 1, 5, 64, 64, dtype=mx.bfloat16, forgets=True)
     implementation = gated_delta.gated_delta_chunkwise_fused
