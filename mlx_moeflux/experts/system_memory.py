@@ -22,6 +22,9 @@ MEMINFO, PRESSURE = Path("/proc/meminfo"), Path("/proc/pressure/memory")
 # Memory is scarce on Linux where tasks wait for it for this share of the time and less than that
 # share of it is available: reading many files from disk makes tasks wait too.
 WAITING_SHARE, AVAILABLE_SHARE = 0.1, 1 / 3
+# Below this share it is scarce although nobody waits: without swap a machine kills a process before
+# one has waited for long.
+LEAST_SHARE = 1 / 20
 
 # What kern.memorystatus_vm_pressure_level says from a warning on; 1 is normal, 4 critical.
 MACOS_WARNING = 2
@@ -83,7 +86,7 @@ class MemoryPressure(Protocol):
 
 
 class LinuxPressure:
-    """Pressure stall information: how long some task waited for memory.
+    """Pressure stall information: how long some task waited for memory; and how much there is.
 
     files: Of the machine, and of this process's control group.
     """
@@ -97,9 +100,8 @@ class LinuxPressure:
         (then, before), (now, waited) = self._last, self._waited()
         self._last = now, waited
         longest = 1e-6 * max(b - a for a, b in zip(before, waited, strict=True))
-        if longest < WAITING_SHARE * (now - then) or now == then:
-            return False
-        return about_available() < AVAILABLE_SHARE * whole_memory()
+        waits = now > then and longest >= WAITING_SHARE * (now - then)
+        return about_available() < (AVAILABLE_SHARE if waits else LEAST_SHARE) * whole_memory()
 
     def _waited(self) -> tuple[float, list[int]]:
         """Return the time, and the microseconds that tasks have waited by each file."""

@@ -124,6 +124,8 @@ def test_memory_is_scarce_where_tasks_wait_for_it_and_little_is_left(files, whos
     files["/sys/fs/cgroup/app/memory.current"] = "700000\n"
     assert after(0.5, 500_000)
     assert not pressure.scarce()  # no time has passed
+    files["/sys/fs/cgroup/app/memory.current"] = "951000\n"
+    assert after(0.5, 0)  # nobody waits, but hardly anything is left
 
 
 def test_a_system_that_says_nothing(files):
