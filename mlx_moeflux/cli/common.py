@@ -193,7 +193,7 @@ def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
     if args.prompt_cache is None:
         yield None
         return
-    limit = parse_budget(args.prompt_cache_disk, 0)
+    limit = parse_budget(args.prompt_cache_disk, 0, what="prompt cache's size")
     if limit is None:
         raise InputError("--prompt-cache-disk is auto; give an amount such as 20GB.")
     with PromptCache(args.prompt_cache, disk_bytes=limit, **options) as cache:

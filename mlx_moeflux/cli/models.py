@@ -12,7 +12,7 @@ from itertools import groupby
 from mlx_moeflux.cli.common import add_machine_arguments, machine_memory, machine_rates
 from mlx_moeflux.experts.budget import Memory, format_bytes
 from mlx_moeflux.measure.models import TOO_LARGE, Candidate, rank_models
-from mlx_moeflux.measure.plan import short
+from mlx_moeflux.measure.plan import MEMORY_SHARE, span
 from mlx_moeflux.measure.rates import Rates
 
 NEEDS_MLX = False
@@ -48,7 +48,7 @@ def table(found: Sequence[Candidate], memory: str | Memory, rates: Rates) -> Ite
     """Yield the lines of the table: of each model the least budget that works and that of ``auto``,
     and the speeds with the worst and a typical router."""
     plan = found[0].plan
-    whose = memory if isinstance(memory, str) else memory.what
+    whose = f"{MEMORY_SHARE} of {memory}" if isinstance(memory, str) else memory.what
     yield f"memory {format_bytes(plan.usable_bytes)} usable ({whose})"
     yield str(rates)
     running = [one for one in found if one.kind != TOO_LARGE]
@@ -67,6 +67,8 @@ def table(found: Sequence[Candidate], memory: str | Memory, rates: Rates) -> Ite
     if large := [one for one in found if one.kind == TOO_LARGE]:
         names = ", ".join(one.model.name for one in large)
         yield from textwrap.wrap(f"too large: {names}", WIDTH, break_on_hyphens=False)
+    if running:
+        yield "budget: the least --expert-memory that works, and that of auto, the default."
     yield "'mlx_moeflux plan MODEL' shows the arithmetic; --model MODEL downloads and runs."
     yield "'hf cache ls' lists what was downloaded, 'hf cache rm model/ORG/NAME' removes."
 
@@ -77,7 +79,7 @@ def _row(one: Candidate) -> tuple[str, ...]:
     return (
         model.name,
         "all" if plan.resident else " to ".join(budgets),
-        f"{short(plan.slow)} to {short(plan.fast)}",
+        span(plan.slow, plan.fast),
         UNKNOWN if model.download_bytes is None else format_bytes(model.download_bytes),
         model.license or UNKNOWN,
     )

@@ -86,7 +86,7 @@ def _machine(args: argparse.Namespace, sizes: Sizes, rates: Rates) -> ModelPlan:
 def _machines(args: argparse.Namespace, sizes: Sizes, rates: Rates) -> MachinesPlan:
     if args.memory or args.expert_memory != "auto" or not args.link:
         raise InputError("--machines needs --link, and excludes --memory and --expert-memory.")
-    speed = parse_budget(args.link.removesuffix("/s"), 0)
+    speed = parse_budget(args.link.removesuffix("/s"), 0, what="speed of --link")
     if speed is None:
         raise InputError("--link is auto; give a speed such as 2.5GB/s.")
     return plan_machines(

@@ -196,7 +196,7 @@ def parse_memory(amounts: str) -> list[int]:
     Raises:
         InputError: One is no number of bytes.
     """
-    parsed = [parse_budget(amount, 0) for amount in amounts.split(",")]
+    parsed = [parse_budget(amount, 0, what="memory of a machine") for amount in amounts.split(",")]
     if None in parsed:
         raise InputError(f"the memory {amounts!r} is auto for a machine; give an amount.")
     return [amount for amount in parsed if amount is not None]

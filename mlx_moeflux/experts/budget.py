@@ -30,32 +30,39 @@ def parse_budget(
     value: str | float, total_bytes: int, *, what: str = "expert memory", least: int = 1
 ) -> int | None:
     """Bytes of ``"2GB"``, ``"1.5 GiB"``, ``"512MB"``, ``"4096B"``, ``"50%"`` of `total_bytes`, or
-    of an int or float, which counts bytes; None for ``"auto"``. what: Its name in messages.
+    of an int or float, which counts bytes; None for ``"auto"``. total_bytes: 0 where messages are
+    to suggest neither of the last two. what: Its name in messages.
 
     Raises:
         InputError: It is none of these, less than `least`, or a text without a unit.
     """
+    unreadable = InputError(
+        f"the {what} {value!r} is not an amount; give one such as "
+        f"{'2GB, 512MiB, 50% or auto' if total_bytes else '32GB or 512MiB'}."
+    )
     if isinstance(value, bool):
-        raise _unreadable(value, what)
+        raise unreadable
     if isinstance(value, (int, float)):
         # A fraction of one is somebody's half of the experts, not half a byte.
         if not (1 <= value < float("inf") or value == least == 0):
-            raise _unreadable(value, what)
+            raise unreadable
         return int(value)
     text = value.strip()
     if text.lower() == AUTO:
         return None
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise _unreadable(value, what)
+        raise unreadable
     number, unit = Fraction(match["number"]), match["unit"].lower()
     if number and not unit:
         units = f"{text}GB, {text}MiB or {text}B"
         raise InputError(f"{value!r} has no unit; give one, such as {units}.")
+    if number and f"{unit}b" in _UNITS_BY_LOWER:
+        raise InputError(f"{value!r} has half a unit; write {text}B.")
     # Fractions: of some sizes 100 % would be a byte less.
     factor = Fraction(total_bytes, 100) if unit == "%" else _UNITS_BY_LOWER.get(unit)
     if factor is None or number * factor < least:
-        raise _unreadable(value, what)
+        raise unreadable
     return int(number * factor)
 
 
@@ -266,15 +273,12 @@ def _automatic(others: int, expert_bytes: int, *, smallest: int, memory: Memory)
     """The budget of ``auto`` and the reason. others: all that is not experts."""
     need, usable = format_bytes(others + expert_bytes), format_bytes(memory.usable_bytes)
     if others + expert_bytes <= memory.usable_bytes:
-        return expert_bytes, f"{need} in all fit in {memory.what}, {usable}"
-    reason = f"{need} in all exceed {memory.what}, {usable}"
+        return (
+            expert_bytes,
+            f"{need} with states and 1 GB spare fit in {memory.what}, {usable}",
+        )
+    reason = f"{need} with states and 1 GB spare exceed {memory.what}, {usable}"
     half = (memory.usable_bytes - others) // 2
     if half < smallest:
         return smallest, f"{reason}; the smallest budget that works"
     return half, f"{reason}; half of what is left"
-
-
-def _unreadable(value: object, what: str) -> InputError:
-    return InputError(
-        f"the {what} {value!r} is not an amount; give one such as 2GB, 512MiB, 50% or auto."
-    )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.measure.disk import kept_speed
-from mlx_moeflux.measure.plan import Sizes, short, speeds
+from mlx_moeflux.measure.plan import Sizes, span, speeds
 from mlx_moeflux.measure.rates import chip_bandwidth, find_rates
 from mlx_moeflux.models.protocol import named_parameters
 
@@ -36,7 +36,7 @@ def first_run_hint(model: Any) -> str:
         memory_gbps=rates.memory_gbps,
     )
     return (
-        f"expected {short(slow)} to {short(fast)} tokens per second: {rates}; "
+        f"expected {span(slow, fast)} tokens per second: {rates}; "
         "'mlx_moeflux plan MODEL' shows the arithmetic"
     )
 

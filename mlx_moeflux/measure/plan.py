@@ -273,7 +273,7 @@ class ModelPlan:
                 f"needs {format_bytes(sizes.bytes_per_token)} of experts: {layers} x {K} x "
                 f"{format_bytes(block)}",
             ),
-            ("speed", f"{short(self.slow)} to {short(self.fast)} tokens per second, estimated:"),
+            ("speed", f"{span(self.slow, self.fast)} tokens per second, estimated:"),
             *(("", line) for line in self.arithmetic),
         ]
         return "\n".join(f"{name:8} {text}" for name, text in rows)
@@ -298,7 +298,7 @@ def plan_model(
         InputError: A number makes no sense.
     """
     if not isinstance(memory, Memory):
-        whole = parse_budget(memory, 0)
+        whole = parse_budget(memory, 0, what="memory to plan for")
         if whole is None:
             raise InputError("the memory to plan for must be a number; give one such as 32GB.")
         share = f"{MEMORY_SHARE} of the memory"
@@ -366,7 +366,7 @@ def speeds(
         f"compute {1e3 * compute:.1f} ms: {format_bytes(active)} at {memory_gbps:g} GB/s of memory"
     ]
     if resident:
-        lines.append("nothing is read; kernels reach half of the bandwidth or all of it")
+        lines.append("nothing is read; launches aside, kernels reach half of the bandwidth or all")
         return 1 / (2 * compute), 1 / compute, tuple(lines)
     share, layers = slots / sizes.num_experts, len(sizes.blocks)
     reading = sizes.bytes_per_token / (1e9 * ssd_gbps)
@@ -388,3 +388,8 @@ def speeds(
 def short(number: float) -> str:
     """Two digits that mean something."""
     return f"{float(f'{number:.2g}'):g}"
+
+
+def span(slow: float, fast: float) -> str:
+    """Both speeds in :func:`short` form, or one where they look the same."""
+    return " to ".join(dict.fromkeys((short(slow), short(fast))))

@@ -18,7 +18,7 @@ from mlx_moeflux.measure.plan import (
     SSD_GBPS,
     SYNC_SECONDS,
     Sizes,
-    short,
+    span,
     typical_hit_rate,
 )
 
@@ -89,7 +89,7 @@ class MachinesPlan:
                     f"{one.slots} slots ({100 * one.share:.0f} %){fits}",
                 )
             )
-        speed = f"{short(self.slow)} to {short(self.fast)} tokens per second, estimated:"
+        speed = f"{span(self.slow, self.fast)} tokens per second, estimated:"
         rows += [("speed", speed), *(("", line) for line in self.arithmetic)]
         return "\n".join(f"{name:8} {text}" for name, text in rows)
 

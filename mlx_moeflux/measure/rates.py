@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_moeflux.measure.disk import disk_speed
-from mlx_moeflux.measure.plan import MEMORY_GBPS, SSD_GBPS
+from mlx_moeflux.measure.plan import MEMORY_GBPS, SSD_GBPS, short
 
 # Chip -> (GPU cores, GB/s of its memory), the fewest cores first: a chip with more of them has the
 # next row's memory. Apple's technical specifications of the Macs with each chip, and for M5 Ultra
@@ -49,7 +49,7 @@ class Rates(NamedTuple):
     def __str__(self) -> str:
         return (
             f"memory {self.memory_gbps:.4g} GB/s ({self.memory_source}), "
-            f"disk {self.ssd_gbps:.2g} GB/s ({self.ssd_source})"
+            f"disk {short(self.ssd_gbps)} GB/s ({self.ssd_source})"
         )
 
 

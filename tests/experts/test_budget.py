@@ -68,6 +68,14 @@ def test_a_text_without_a_unit_is_no_amount(text):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("text", ["16G", "16k", "1.5Gi", " 2m "])
+def test_half_a_unit_is_no_amount(text):
+    with pytest.raises(InputError) as caught:
+        parse_budget(text, 1000)
+    assert str(caught.value) == f"{text!r} has half a unit; write {text.strip()}B."
+    assert parse_budget(f"{text}B".replace(" B", "B"), 1000)
+
+
 def test_digits_without_end_are_no_amount():
     for text in ("9" * 5000 + "GB", "0." + "9" * 5000 + "GB", "1" + "0" * 400 + "%"):
         with pytest.raises(InputError, match="is not an amount"):
@@ -143,7 +151,8 @@ def test_auto_is_resident_exactly_while_everything_fits():
     assert not plan(trunk=2_020_000_001).resident
     assert str(fits) == (
         "experts resident, trunk 2 GB, experts 20.5 GB, budget 20.5 GB (256 slots a layer), "
-        "free memory 40 GB: 24 GB in all fit in 0.6 of the available memory, 24 GB"
+        "free memory 40 GB: 24 GB with states and 1 GB spare fit in 0.6 of the available "
+        "memory, 24 GB"
     )
 
 
@@ -155,8 +164,8 @@ def test_auto_takes_half_of_what_is_left():
     assert [half.slots[layer] for layer in (0, 24, 25, 39)] == [91, 91, 90, 90]
     assert str(half) == (
         "experts streamed, trunk 2 GB, experts 20.5 GB, budget 7.25 GB (90-91 slots a layer), "
-        "free memory 30 GB, reader pread: 24 GB in all exceed 0.6 of the available memory, "
-        "18 GB; half of what is left"
+        "free memory 30 GB, reader pread: 24 GB with states and 1 GB spare exceed 0.6 of "
+        "the available memory, 18 GB; half of what is left"
     )
 
 
@@ -282,7 +291,8 @@ def test_the_line_of_the_plan_says_what_was_seen(macos):
     made = make_plan("auto", blocks, trunk_bytes=2 * GB, memory=macos.on(mx.gpu), **options)
     assert made.budget_bytes == (int(0.9 * (6 << 30)) - 2 * GB - GB // 2 - GB) // 2
     assert str(made).endswith(
-        "free memory 6.44 GB, reader pread: 24 GB in all exceed 0.9 of the available memory "
+        "free memory 6.44 GB, reader pread: 24 GB with states and 1 GB spare exceed 0.9 of "
+        "the available memory "
         f"{SEEN}, 5.8 GB; half of what is left"
     )
     asked = make_plan("10GB", blocks, trunk_bytes=2 * GB, memory=macos.on(mx.gpu), **options)

@@ -13,7 +13,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure import models
 from mlx_moeflux.measure.models import KINDS, known_sizes, rank_models
-from mlx_moeflux.measure.plan import open_sizes, plan_model
+from mlx_moeflux.measure.plan import open_sizes, plan_model, span
 from mlx_moeflux.measure.rates import Rates
 from mlx_moeflux.models import MODEL_TYPES
 from tools.catalogue import as_entry, filled, sizes_of_layout
@@ -110,6 +110,16 @@ def test_the_table_fits_a_terminal(memory, capsys):
         listed = name in too_large.replace(",", "").split()
         assert len([line for line in rows.splitlines() if line.split()[0] == name]) == 1 - listed
     assert "hf cache rm" in lines[-1]
+    assert ("budget:" in "".join(lines)) == (memory != "2GB")
+    assert lines[0].endswith(f"usable (0.65 of {memory})")
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "written"),
+    [(0.231, 0.234, "0.23"), (0.23, 0.24, "0.23 to 0.24"), (98.4, 1234, "98 to 1200")],
+)
+def test_two_speeds_that_look_the_same_are_one(slow, fast, written):
+    assert span(slow, fast) == written
 
 
 def test_numbers_for_programs(capsys):
