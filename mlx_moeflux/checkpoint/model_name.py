@@ -10,6 +10,10 @@ from typing import NamedTuple
 from mlx_moeflux.checkpoint.catalogue import catalogue
 from mlx_moeflux.errors import CheckpointError, InputError
 
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[\w.-]+/[\w.-]+(?::[\w.-]+)?)/?",
+    re.ASCII,
+)
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -93,9 +97,22 @@ def _once(name: str, option: str, behind: str, given: str | None) -> str:
 
 
 def _unknown(name: str, place: str) -> CheckpointError:
-    near = difflib.get_close_matches(place.lower()[:80], catalogue(), n=1)
-    mend = f"did you mean {near[0]!r}?" if near else "check the path, or see 'mlx_moeflux models'."
+    if match := _ADDRESS.fullmatch(name):
+        mend = f"did you mean {match['id']!r}?"
+    elif near := difflib.get_close_matches(place.lower()[:80], names := _written(), n=1):
+        mend = f"did you mean {names[near[0]]!r}?"
+    else:
+        mend = "check the path, or see 'mlx_moeflux models'."
     return CheckpointError(
         f"{name!r} is neither a directory nor a hub id of the form org/name, nor a short name; "
         f"{mend}"
     )
+
+
+def _written() -> dict[str, str]:
+    """What people write for a model, in lower case -> its short name."""
+    names: dict[str, str] = {}
+    for known in catalogue().values():
+        for repository in filter(None, (known.original, known.mlx, known.gguf)):
+            names.setdefault(repository.rpartition("/")[2].lower(), known.name)
+    return names | {name: name for name in catalogue()}

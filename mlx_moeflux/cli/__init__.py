@@ -65,18 +65,32 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, rest = self.parse_known_args(args, namespace)
         if rest:
-            flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
-            hints = (_suggestion(flag, self._flags()) for flag in flags)
-            self.error(f"unrecognized arguments: {' '.join(rest)}{next(filter(None, hints), '')}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest)}")
         return found
 
-    def _flags(self) -> list[str]:
-        """Return the options that can be given, those of a command included."""
-        flags = list(self._option_string_actions)
+    def _hint(self, rest: Sequence[str]) -> str:
+        """Return the end of a message about words that no option takes."""
+        actions = self._every_action()
+        options = [flag for action in actions for flag in action.option_strings]
+        places = [action.dest for action in actions if not action.option_strings]
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("-")):
+            if flag[2:] in places:
+                return f"; give the {flag[2:]} without {flag}"
+            if hint := _suggestion(flag, options):
+                return hint
+        if places or all(word.startswith("-") for word in rest):
+            return ""
+        takers = " or ".join(flag for flag in ("--prompt", "--model") if flag in options)
+        return takers and f"; give it with {takers}, in quotes if it has spaces"
+
+    def _every_action(self) -> list[argparse.Action]:
+        """Return the options and places that can be given, those of a command included."""
+        actions = list(self._actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                flags += (flag for parser in action.choices.values() for flag in parser._flags())
-        return flags
+                actions.remove(action)
+                actions += (one for parser in action.choices.values() for one in parser._actions)
+        return actions
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, rest = super().parse_known_args(args, namespace)
@@ -92,9 +106,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about `word`: the likeliest of `known` words, if one is like
-    it."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    """Return the end of a message about `word`: the longest of the `known` words that it begins
+    with, else the likeliest, if one is like it."""
+    known = list(known)
+    begins = [one for one in known if len(one) > 4 and word.startswith(one)]
+    close = sorted(begins, key=len)[-1:] or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -103,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
         mx.random.seed(args.seed % 2**64)
         frontend = make_frontend(args, quiet=not model.leads)
         conversation = Conversation(args, model, tokenizer, cache, options, frontend, elastic)
-        frontend.note("/help lists the commands")
+        if tokenizer.chat_template is None:
+            frontend.note("the model has no chat template, so it continues your text")
+        frontend.note("/help lists the commands, /quit leaves")
         for line in _lines(frontend, model, args.idle_release, elastic):
             while notes:
                 frontend.note(notes.pop(0))

@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prompt_cache and args.prompt_cache_file:
         raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
+    _check(args)
+    given = given_prompt(args)
     model, tokenizer = loading.load(
         _model_of(args), revision=args.revision, **load_options(args), verbose=True
     )
@@ -87,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
     traced = args.trace and model.leads
     tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:
-        given = given_prompt(args)
         prompt, options = _prompt(args, DEFAULT_PROMPT if given is None else given, tokenizer)
         if args.prompt_cache_file:
             known = model.make_cache()
@@ -124,6 +125,27 @@ def run(args: argparse.Namespace) -> int:
         if args.verbose and model.leads:
             print(text.summary(last), file=sys.stderr)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check the options of a reply before loading.
+
+    Raises:
+        InputError: An option is out of range.
+    """
+    from mlx_moeflux.generation.sampling import make_sampler
+    from mlx_moeflux.generation.text import check_numbers
+
+    check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
+    make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        args.top_k,
+        args.xtc_probability,
+        args.xtc_threshold,
+    )
 
 
 def _model_of(args: argparse.Namespace) -> Any:

@@ -68,7 +68,8 @@ def published_shapes() -> dict[str, Any]:
 def _module(model_type: Any, file: Any, suffix: str = "") -> Any:
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UnsupportedError(
-            f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}."
+            f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}; "
+            "mlx-lm runs models without experts."
         )
     return importlib.import_module(f"{__name__}.{MODEL_TYPES[model_type]}{suffix}")
 

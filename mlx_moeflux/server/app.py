@@ -152,6 +152,8 @@ def make_app(service: Service, limits: Limits) -> Guard:
             location = path.rstrip("/") + (f"?{query}" if query else "")
             return Response(status_code=307, headers={"Location": location})
         text = f"{request.method} {request.url.path[:100]}: {error.detail}."
+        if error.status_code == 404:
+            text += " OpenAI's paths begin with /v1, and so do Anthropic's."
         response = refusal(request.url.path, RequestError(text, status=error.status_code))
         if error.status_code == 405:
             # Files are read alone and do not say so.

@@ -64,7 +64,12 @@ UNKNOWN = {
     "@v2": "see 'mlx_moeflux models'",
     ":Q4": "see 'mlx_moeflux models'",
     "x" * 5000: "see 'mlx_moeflux models'",
-    "https://huggingface.co/org/name": "see 'mlx_moeflux models'",
+    "Qwen3.6-35B-A3B": "did you mean 'qwen3.6'?",
+    "GLM-4.5-Air-4bit": "did you mean 'glm-4.5-air'?",
+    "https://huggingface.co/org/name": "did you mean 'org/name'?",
+    "hf.co/org/name-GGUF:Q4_K_M": "did you mean 'org/name-GGUF:Q4_K_M'?",
+    "https://example.org/org/name": "see 'mlx_moeflux models'",
+    "https://huggingface.co/org": "see 'mlx_moeflux models'",
 }
 
 

@@ -66,14 +66,16 @@ def test_turns_are_those_of_the_whole_conversation(monkeypatch, capsys, talking)
     )  # fmt: skip
     replies = expected_replies(talking, queries, system="a module")
     assert out == "".join(f"{reply}\n" for reply in replies)
-    assert "/help lists the commands" in err
+    assert err.endswith("\n/help lists the commands, /quit leaves\n")
+    assert "no chat template" not in err
 
 
 @pytest.mark.slow
 def test_a_model_without_a_template_goes_on_with_the_text(monkeypatch, capsys):
     queries = ["def f(x):", " and", "try"]
-    out, _ = say(monkeypatch, capsys, ["", *queries])
+    out, err = say(monkeypatch, capsys, ["", *queries])
     assert out == "".join(f"{reply}\n" for reply in expected_replies(BUNDLED_MODEL, queries))
+    assert "\nthe model has no chat template, so it continues your text\n" in err
 
 
 @pytest.mark.slow

@@ -205,7 +205,12 @@ def test_a_script_runs_the_command_of_its_name(monkeypatch, capsys):
         (["generate", "--tempp=1"], "unrecognized arguments: --tempp=1; did you mean --temp?"),
         (["--verson"], "unrecognized arguments: --verson; did you mean --version?"),
         (["generate", "--zzz"], "unrecognized arguments: --zzz\n"),
-        (["generate", "word"], "unrecognized arguments: word\n"),
+        (["generate", "--temperature", "1"], "--temperature 1; did you mean --temp?"),
+        (["generate", "a", "word"], "a word; give it with --prompt or --model, in quotes if it "),
+        (["serve", "dir"], "arguments: dir; give it with --model, in quotes if it has spaces\n"),
+        (["chat", "dir", "word"], "unrecognized arguments: word\n"),
+        (["policies", "word"], "unrecognized arguments: word\n"),
+        (["plan", "--model", "dir"], "arguments: --model; give the model without --model\n"),
     ],
 )
 def test_a_misspelt_word_suggests_the_right_one(arguments, message, capsys):
@@ -214,6 +219,37 @@ def test_a_misspelt_word_suggests_the_right_one(arguments, message, capsys):
     out, err = capsys.readouterr()
     assert (end.value.code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt-file", "no such file"], "no such file cannot be read"),
+        (["--max-tokens", "-2"], "max_tokens is -2"),
+        (["--temp", "-1"], "temp is -1.0"),
+    ],
+)
+def test_generate_checks_a_reply_before_it_loads(options, message, monkeypatch, capsys):
+    monkeypatch.setattr("mlx_moeflux.loading.load", lambda *_, **__: pytest.fail("it loads"))
+    assert main(["generate", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("amount", ["4", "4G", "four"])
+def test_an_amount_is_read_before_a_download(command, amount, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "mlx_moeflux.loading.steps.resolve", lambda *_, **__: pytest.fail("it downloads")
+    )
+    assert main([command, "--model", "org/name", "--expert-memory", amount]) == 1
+    assert f"{amount!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("amount", ["50%", "0GB", "much"])
+def test_the_memory_of_a_machine_is_called_by_its_name(amount, capsys):
+    assert main(["models", "--memory", amount, "--ssd-gbps", "3"]) == 1
+    message = f"the memory to plan for {amount!r} is not an amount; give one such as 32GB or 512MiB"
+    assert capsys.readouterr().err == f"error: {message}.\n"
 
 
 def test_run_is_chat_and_takes_the_model_as_a_word(monkeypatch, capsys):

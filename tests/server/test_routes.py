@@ -65,6 +65,13 @@ def test_no_other_path_is_redirected(server, path):
     assert server.ask(path)[0] == 404
 
 
+def test_a_path_without_v1_is_told_of_it(server):
+    status, reply = server.ask("/chat/completions", {})
+    assert status == 404
+    message = "POST /chat/completions: Not Found. OpenAI's paths begin with /v1, and so do"
+    assert reply["error"]["message"] == f"{message} Anthropic's."
+
+
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/health", "/v1/models", "/props"])
 def test_head_has_the_headers_of_get_and_no_body(server, path):
     server.ask(path)
