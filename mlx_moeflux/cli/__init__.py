@@ -65,7 +65,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest)}")
+            command = getattr(found, "command", None)
+            instead = f"; see {' '.join(filter(None, (self.prog, command)))} --help"
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest) or instead}")
         return found
 
     def _hint(self, rest: Sequence[str]) -> str:

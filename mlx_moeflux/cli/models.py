@@ -69,6 +69,8 @@ def table(found: Sequence[Candidate], memory: str | Memory, rates: Rates) -> Ite
         yield from textwrap.wrap(f"too large: {names}", WIDTH, break_on_hyphens=False)
     if running:
         yield "budget: the least --expert-memory that works, and that of auto, the default."
+    if any(one.plan.resident for one in running):
+        yield "speeds: of bytes alone; on fast memory launches make resident models slower."
     yield "'mlx_moeflux plan MODEL' shows the arithmetic; --model MODEL downloads and runs."
     yield "'hf cache ls' lists what was downloaded, 'hf cache rm model/ORG/NAME' removes."
 

@@ -298,7 +298,7 @@ def plan_model(
         InputError: A number makes no sense.
     """
     if not isinstance(memory, Memory):
-        whole = parse_budget(memory, 0, what="memory to plan for")
+        whole = parse_budget(memory, 0, what="planned memory")
         if whole is None:
             raise InputError("the memory to plan for must be a number; give one such as 32GB.")
         share = f"{MEMORY_SHARE} of the memory"

@@ -204,12 +204,13 @@ def test_a_script_runs_the_command_of_its_name(monkeypatch, capsys):
         (["generate", "--expert-memry", "1"], "--expert-memry 1; did you mean --expert-memory?"),
         (["generate", "--tempp=1"], "unrecognized arguments: --tempp=1; did you mean --temp?"),
         (["--verson"], "unrecognized arguments: --verson; did you mean --version?"),
-        (["generate", "--zzz"], "unrecognized arguments: --zzz\n"),
+        (["generate", "--zzz"], "arguments: --zzz; see mlx_moeflux generate --help\n"),
         (["generate", "--temperature", "1"], "--temperature 1; did you mean --temp?"),
         (["generate", "a", "word"], "a word; give it with --prompt or --model, in quotes if it "),
         (["serve", "dir"], "arguments: dir; give it with --model, in quotes if it has spaces\n"),
-        (["chat", "dir", "word"], "unrecognized arguments: word\n"),
-        (["policies", "word"], "unrecognized arguments: word\n"),
+        (["run", "dir", "word"], "arguments: word; see mlx_moeflux run --help\n"),
+        (["policies", "word"], "arguments: word; see mlx_moeflux policies --help\n"),
+        (["-V"], "arguments: -V; see mlx_moeflux --help\n"),
         (["plan", "--model", "dir"], "arguments: --model; give the model without --model\n"),
     ],
 )
@@ -248,7 +249,7 @@ def test_an_amount_is_read_before_a_download(command, amount, monkeypatch, capsy
 @pytest.mark.parametrize("amount", ["50%", "0GB", "much"])
 def test_the_memory_of_a_machine_is_called_by_its_name(amount, capsys):
     assert main(["models", "--memory", amount, "--ssd-gbps", "3"]) == 1
-    message = f"the memory to plan for {amount!r} is not an amount; give one such as 32GB or 512MiB"
+    message = f"the planned memory {amount!r} is not an amount; give one such as 32GB or 512MiB"
     assert capsys.readouterr().err == f"error: {message}.\n"
 
 

@@ -111,6 +111,7 @@ def test_the_table_fits_a_terminal(memory, capsys):
         assert len([line for line in rows.splitlines() if line.split()[0] == name]) == 1 - listed
     assert "hf cache rm" in lines[-1]
     assert ("budget:" in "".join(lines)) == (memory != "2GB")
+    assert ("launches" in "".join(lines)) == (memory == "64GB")
     assert lines[0].endswith(f"usable (0.65 of {memory})")
 
 
