@@ -279,6 +279,8 @@ class Engine:
             except queue.Empty:
                 idle.look()
             if idle.released:
+                if self.model.store.rest is not None:
+                    LOG.info("no prompt for %g s: experts freed", self.options.idle_release)
                 # The next step reads the experts again.
                 self._generator.forget()
 

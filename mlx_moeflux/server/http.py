@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.guard import Guard, Limits
 from mlx_moeflux.server.protocols.openai import error
 
+LOG = logging.getLogger("mlx_moeflux.server")
 LAST_WORDS_SECONDS = 1.0
 
 
@@ -104,6 +106,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what runs, and drop it after the bound or a second signal."""
         self._app.service.draining = True
+        live, seconds = self._app.service.engine.live, self._limits.shutdown_seconds
+        LOG.info("ending: replies that run or wait: %d; they have %g s", live, seconds)
         dropping = asyncio.ensure_future(self._drop_later())
         try:
             await super().shutdown(sockets)

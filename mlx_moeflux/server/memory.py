@@ -75,7 +75,12 @@ class ServerMemory:
 
     def metrics(self) -> dict[str, tuple[str, str, int]]:
         """Name -> kind, meaning and value, for Prometheus."""
+        words = {"left": "left to files; below 0 the parts exceed what is usable"}
         return {
-            f"memory_{name}_bytes": ("gauge", f"Planned at the start: {name.replace('_', ' ')}.", n)
+            f"memory_{name}_bytes": (
+                "gauge",
+                f"Planned at the start: {words.get(name, name.replace('_', ' '))}.",
+                n,
+            )
             for name, n in self.as_dict().items()
         }

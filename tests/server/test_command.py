@@ -105,6 +105,7 @@ def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
         r"all \S+ s; hit rate \S+ %",
         said,
     )
+    assert re.search(r"^\S+ \S+ ending: replies that run or wait: 1; they have 30 s$", said, re.M)
     assert "Traceback" not in said
 
 

@@ -117,7 +117,7 @@ SHOWN = {
         7,
         lambda rate: f"{100 * rate:.1f}%",
         metric="expert_hit_rate",
-        meaning="Hits by lookups since the start.",
+        meaning="Hits by lookups since the start; 1 before the first.",
     ),
     "bytes_read": Shown(
         "read MB",
