@@ -112,7 +112,10 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     with, else the likeliest, if one is like it."""
     known = list(known)
     begins = [one for one in known if len(one) > 4 and word.startswith(one)]
-    close = sorted(begins, key=len)[-1:] or difflib.get_close_matches(word, known, n=1)
+    # Without the dashes, which would make every flag like every other one.
+    names = {one.lstrip("-"): one for one in known}
+    near = [names[name] for name in difflib.get_close_matches(word.lstrip("-"), names, n=1)]
+    close = sorted(begins, key=len)[-1:] or near
     return f"; did you mean {close[0]}?" if close else ""
 
 

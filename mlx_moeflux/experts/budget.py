@@ -55,7 +55,9 @@ def parse_budget(
         raise unreadable
     number, unit = Fraction(match["number"]), match["unit"].lower()
     if number and not unit:
-        units = f"{text}GB, {text}MiB or {text}B"
+        # A share, if there is something that it could be of: 0.25 and 25 may mean a quarter.
+        share = f"{format_share(number)}%" if total_bytes and number <= 100 else f"{text}B"
+        units = f"{text}GB, {text}MiB or {share}"
         raise InputError(f"{value!r} has no unit; give one, such as {units}.")
     if number and f"{unit}b" in _UNITS_BY_LOWER:
         raise InputError(f"{value!r} has half a unit; write {text}B.")
@@ -64,6 +66,11 @@ def parse_budget(
     if factor is None or number * factor < least:
         raise unreadable
     return int(number * factor)
+
+
+def format_share(number: Fraction) -> str:
+    """Return the percentage that somebody means who writes `number` alone: below 1 a fraction."""
+    return f"{float(100 * number if number < 1 else number):g}"
 
 
 def parse_share(value: str | float, total_bytes: int, *, what: str = "row memory") -> int:

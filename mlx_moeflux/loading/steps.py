@@ -22,7 +22,13 @@ from mlx_moeflux.checks import check_callable
 from mlx_moeflux.distributed.part import Experts, Part
 from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
-from mlx_moeflux.experts.budget import Memory, format_bytes, measure_memory, parse_budget
+from mlx_moeflux.experts.budget import (
+    Memory,
+    format_bytes,
+    measure_memory,
+    parse_budget,
+    parse_share,
+)
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import check_replica, check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import make_eviction
@@ -79,6 +85,7 @@ def load(
         # Before a download; how many bytes a share is, the checkpoint says.
         if (asked := options.get("expert_memory")) is not None:
             parse_budget(asked, 10**12)
+        parse_share(options.get("row_memory", LoadOptions.row_memory), 10**12)
         path = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
         tokenizer = load_tokenizer(path, **dict(tokenizer_config or {}))
         return load_model(path, **{**options, "distributed": ranks}), tokenizer

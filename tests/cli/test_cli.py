@@ -212,6 +212,7 @@ def test_a_script_runs_the_command_of_its_name(monkeypatch, capsys):
         (["policies", "word"], "arguments: word; see mlx_moeflux policies --help\n"),
         (["-V"], "arguments: -V; see mlx_moeflux --help\n"),
         (["plan", "--model", "dir"], "arguments: --model; give the model without --model\n"),
+        (["generate", "--ignore-eos"], "--ignore-eos; see mlx_moeflux generate --help\n"),
     ],
 )
 def test_a_misspelt_word_suggests_the_right_one(arguments, message, capsys):
@@ -585,21 +586,25 @@ def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "number"),
+    ("command", "number", "last"),
     [
-        ("generate --expert-memory 4", "4"),
-        ("plan MODEL --memory 16", "16"),
-        ("plan MODEL --memory 16GB --expert-memory 4.5", "4.5"),
-        ("plan MODEL --machines 16GB,32 --link 2.5GB/s", "32"),
-        ("plan MODEL --machines 16GB,32GB --link 2.5", "2.5"),
-        ("tune --budgets 2GB 8", "8"),
-        ("generate --prompt-cache FOLDER --prompt-cache-disk 20", "20"),
+        ("generate --expert-memory 4", "4", "%"),
+        ("generate --model org/not-downloaded --expert-memory 4", "4", "%"),
+        ("serve --model org/not-downloaded --expert-memory 4", "4", "%"),
+        ("generate --model org/not-downloaded --row-memory 64", "64", "%"),
+        ("plan MODEL --memory 16", "16", "B"),
+        ("plan MODEL --memory 16GB --expert-memory 4.5", "4.5", "%"),
+        ("plan MODEL --machines 16GB,32 --link 2.5GB/s", "32", "B"),
+        ("plan MODEL --machines 16GB,32GB --link 2.5", "2.5", "B"),
+        ("tune --budgets 2GB 8", "8", "%"),
+        ("generate --prompt-cache FOLDER --prompt-cache-disk 20", "20", "B"),
     ],
 )
-def test_a_size_without_a_unit_is_one_line(capsys, tmp_path, command, number):
+def test_a_size_without_a_unit_is_one_line(capsys, tmp_path, command, number, last):
     places = {"MODEL": str(BUNDLED_MODEL), "FOLDER": str(tmp_path)}
     assert main([places.get(word, word) for word in command.split()]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert (
-        f"'{number}' has no unit; give one, such as {number}GB, {number}MiB or {number}B." in error
+        f"'{number}' has no unit; give one, such as {number}GB, {number}MiB or {number}{last}."
+        in error
     )

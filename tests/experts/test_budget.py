@@ -59,13 +59,19 @@ def test_what_is_no_amount(text):
         parse_budget(text, 1000)
 
 
-@pytest.mark.parametrize("text", ["4", "16", "1.5", " 4096 ", ".5", "2000000000"])
+SHARES = {"4": "4%", "16": "16%", "1.5": "1.5%", ".5": "50%", "0.25": "25%"}
+
+
+@pytest.mark.parametrize("text", ["4", "16", "1.5", " 4096 ", ".5", "0.25", "2000000000"])
 def test_a_text_without_a_unit_is_no_amount(text):
     number = text.strip()
     with pytest.raises(InputError) as caught:
         parse_budget(text, 1000)
-    message = f"{text!r} has no unit; give one, such as {number}GB, {number}MiB or {number}B."
+    share = SHARES.get(number, f"{number}B")
+    message = f"{text!r} has no unit; give one, such as {number}GB, {number}MiB or {share}."
     assert str(caught.value) == message
+    with pytest.raises(InputError, match=f"{number}MiB or {number}B."):
+        parse_budget(text, 0)  # of what is not known
 
 
 @pytest.mark.parametrize("text", ["16G", "16k", "1.5Gi", " 2m "])
