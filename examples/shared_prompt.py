@@ -5,9 +5,9 @@ python examples/shared_prompt.py [DIRECTORY]
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
-import sys
 import tempfile
 import time
 
@@ -40,4 +40,6 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("directory", nargs="?", help="of the cache (default: a temporary one)")
+    main(parser.parse_args().directory or tempfile.mkdtemp())

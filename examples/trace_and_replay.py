@@ -6,7 +6,7 @@ The first lines show that a replay gives the hits of the live store. The table h
 percent, with Belady's optimum (belady) and the default policy on shuffled tokens (shuffled).
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -23,8 +23,10 @@ BUDGETS = ("12.5%", "25%", "50%", "75%")
 
 
 def main() -> None:
-    path = sys.argv[1] if len(sys.argv) > 1 else BUNDLED_MODEL
-    model, tokenizer = mlx_moeflux.load(path, expert_memory="25%")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", default=BUNDLED_MODEL)
+    args = parser.parse_args()
+    model, tokenizer = mlx_moeflux.load(args.model, expert_memory="25%")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.trace"
         with model, model.trace(file):

@@ -15,11 +15,12 @@ from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
 from mlx_moeflux.experts.policies.eviction import (
     DEFAULT_EVICTION,
+    EVICTIONS,
     Eviction,
     ExpertRequest,
     choose_victims,
-    make_eviction,
 )
+from mlx_moeflux.experts.policies.named import policy_of
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,
@@ -102,7 +103,8 @@ def simulate(
         MemoryBudgetError: It does not hold one token's experts.
     """
     slots = slots_of(trace, budget)
-    policy = Belady(trace) if eviction == Belady.name else make_eviction(eviction)
+    known = {**EVICTIONS, Belady.name: lambda: Belady(trace)}
+    policy = policy_of(Eviction, eviction, known)
     policy.reset()
     name = getattr(policy, "name", type(policy).__name__)
     ahead = make_prefetch(prefetch)

@@ -164,7 +164,7 @@ class Call:
     result: Result | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """Calls in the order in which they were made."""
 
@@ -235,6 +235,11 @@ class Trace:
                 "a table needs pandas; install it with pip install 'mlx_moeflux[pandas]'."
             ) from None
         return pandas.DataFrame(self.to_numpy())
+
+    def __repr__(self) -> str:
+        # A cell of a notebook prints its last value: all calls would be megabytes.
+        end = "" if self.complete else ", cut off"
+        return f"Trace({self.tokens} tokens, {len(self.calls)} calls{end}, {self.info})"
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)

@@ -360,7 +360,7 @@ def test_budgets_are_those_of_loading():
         slots_of(trace, {0: 3, 1: 2})
     with pytest.raises(InputError, match="needs a budget in numbers"):
         slots_of(trace, "auto")
-    with pytest.raises(InputError, match="no eviction"):
+    with pytest.raises(InputError, match="'mru'; there are lru, lfu, belady"):
         simulate(trace, "50%", eviction="mru")
     for options in ({"prefetch": "ahead"}, {"prefetch": "auto", "cost": lambda *blocks: None}):
         with pytest.raises(InputError, match="no guesses to look ahead with"):

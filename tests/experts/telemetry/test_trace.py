@@ -247,3 +247,12 @@ def test_without_pandas_one_line_names_the_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'mlx_moeflux\[pandas\]'"):
         Trace.open(file).to_pandas()
+
+
+def test_a_trace_prints_as_one_line_whatever_it_holds(file):
+    trace = Trace.open(file)
+    trace.calls *= 500
+    assert repr(trace).startswith("Trace(1500 tokens, 1000 calls, TraceInfo(num_experts=300, ")
+    assert len(repr(trace)) < 400
+    trace.complete = False
+    assert repr(trace).startswith("Trace(1500 tokens, 1000 calls, cut off, ")
