@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", choices=["show", "replay"], help="pictures, or a table of policies")
     add("file", help="recorded with generate --trace FILE")
     add("--out", default="trace-pictures", help="directory of the pictures, default %(default)s")
-    add("--profile", help="of this machine, as tune writes it, for the times")
+    add("--profile", help="of this machine, as tune writes it (default: times of the trace)")
     shares = ["12.5%", "25%", "50%", "75%"]
     shown = " ".join(shares).replace("%", "%%")
     add("--budget", nargs="+", default=shares, help=f"of the table, default {shown}")
