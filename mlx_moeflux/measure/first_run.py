@@ -45,7 +45,7 @@ def loaded_sizes(model: Any) -> Sizes:
     """Return the sizes of a loaded model."""
     config, plan = model.config, model.plan
     embedding = sum(a.nbytes for name, a in named_parameters(model) if ".embed_tokens." in name)
-    block = plan.expert_bytes // (len(plan.slots) * config.num_experts)
+    block: int = plan.expert_bytes // (len(plan.slots) * config.num_experts)
     return Sizes(
         model_type=config.published()["model_type"],
         num_experts=config.num_experts,

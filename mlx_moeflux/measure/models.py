@@ -58,7 +58,7 @@ class Candidate:
 def known_sizes(model: KnownModel) -> Sizes:
     """Return the sizes of a model of the catalogue."""
     sizes = dict(model.sizes)
-    layers, nbytes = sizes.pop("layers"), sizes.pop("block_bytes")
+    layers, nbytes = int(sizes.pop("layers")), int(sizes.pop("block_bytes"))
     blocks = dict.fromkeys(range(layers), nbytes)
     return Sizes(blocks=blocks, **sizes)
 

@@ -125,13 +125,14 @@ def chosen_latent_attention_fused(
         )
     queries = [q if T == 1 else q.swapaxes(1, 2) for q in (q_latent, q_rotary)]
     arrays = *queries, latents, rotary_keys, *(tail or (latents, rotary_keys)), positions
-    parts = latent_token.CHOSEN(*arrays, ranges(B, S, length, start), filled(scale), **launch)
+    bounds = ranges(B, S, length, start)
+    partial, stats = latent_token.CHOSEN(*arrays, bounds, filled(scale), **launch)
     if values is not None and latent.takes_values(values, R):
-        y = latent.attend_values(*parts, values, q_latent.dtype)
+        y = latent.attend_values(partial, stats, values, q_latent.dtype)
     else:
         shapes = (B * T, H, 1, R), latents.shape, latents.shape
         call = Call("chosen_latent_attention", *shapes, None, q_latent.dtype, False, Dr)
-        (y,) = JOIN(*parts, parts[0], parts[0], **join_options(call, H, 0))
+        (y,) = JOIN(partial, stats, partial, partial, **join_options(call, H, 0))
         y = y.swapaxes(1, 2)
         y = y if values is None else latent.head_product_fused(y, values)
     return y if T == 1 else y.reshape(B, T, H, -1).swapaxes(1, 2)
