@@ -76,86 +76,134 @@ inline void position_scores(
   }
 }
 
-// Four scores as they compare, 0 where there is none.
-struct four_keys {
-  uint at[4];
+// Scores at N places of a stretch as they compare, 0 where there is none. All loads are under way at
+// once: none waits for a condition. `high` is above 0.
+template <int N>
+struct many_keys {
+  uint at[4 * N];
 };
-inline four_keys fetch_keys(const device float* scores, int first, int low, int high) {
-  four_keys keys = {};
-  if (first < high) {
-    const pack<float, 4> some = load_pack<4>(scores + first);
-    for (int e = 0; e < 4; ++e) {
-      const bool seen = first + e >= low && first + e < high;
-      keys.at[e] = seen ? ordered_bits(some.at[e]) : 0;
-    }
+template <int N>
+inline many_keys<N> fetch_keys(const device float* scores, int first, int low, int high) {
+  pack<float, 4> some[N];
+  EACH(n, N) {
+    some[n] = load_pack<4>(scores + metal::min(first + 128 * n, (high - 1) / 4 * 4));
+  }
+  const uint count = uint(metal::max(high - low, 0));
+  many_keys<N> keys;
+  EACH(n, 4 * N) {
+    const uint key = ordered_bits(some[n / 4].at[n % 4]);
+    keys.at[n] = uint(first + n / 4 * 128 + n % 4 - low) < count ? key : 0;
   }
   return keys;
 }
 
-// The sums of N numbers over all threads; everybody meets twice.
-template <int N, int SIMDGROUPS>
-inline void sum_all(thread uint* own, threadgroup uint* counts, uint simdgroup, uint lane) {
-  for (int n = 0; n < N; ++n) {
-    const uint sum = simd_sum(own[n]);
-    if (lane == 0) {
-      counts[n * SIMDGROUPS + simdgroup] = sum;
+// ---- Digits of 11 bits, a bin for each
+
+template <int SIMDGROUPS>
+inline void clear_bins(threadgroup atomic_uint* bins, uint index) {
+  EACH(n, 64 / SIMDGROUPS) {
+    atomic_store_explicit(bins + 32 * SIMDGROUPS * n + index, 0, memory_order_relaxed);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+inline void count_in(threadgroup atomic_uint* bins, uint digit) {
+  atomic_fetch_add_explicit(bins + (digit & 2047), 1, memory_order_relaxed);
+}
+
+// The digit of the `wanted`-th largest key of all that are counted, how many have a larger one, and
+// how many this or a larger one. Everybody meets.
+struct digit_of {
+  uint digit, above, reach;
+};
+template <int SIMDGROUPS>
+inline digit_of find_digit(
+    threadgroup atomic_uint* bins, threadgroup uint* counts, uint wanted, uint simdgroup, uint lane) {
+  constexpr int BINS = 64 / SIMDGROUPS;
+  const uint largest = 2047 - (simdgroup * 32 + lane) * BINS;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  uint own[BINS], sum = 0;
+  EACH(n, BINS) {
+    own[n] = atomic_load_explicit(bins + largest - n, memory_order_relaxed);
+    sum += own[n];
+  }
+  uint above = sum_before<SIMDGROUPS>(sum, counts, simdgroup, lane);
+  threadgroup uint* found = counts + 2 * SIMDGROUPS;
+  EACH(n, BINS) {
+    if (above < wanted && above + own[n] >= wanted) {
+      found[0] = largest - n;
+      found[1] = above;
+      found[2] = above + own[n];
     }
+    above += own[n];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int n = 0; n < N; ++n) {
-    own[n] = simd_sum(lane < SIMDGROUPS ? counts[n * SIMDGROUPS + lane] : 0u);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return {found[0], found[1], found[2]};
 }
 
 // The K best of the scores from `low` to `high` - 1, ascending; fewer are followed by high - 1. A
 // simdgroup has a stretch of the scores, in multiples of 128.
 template <int K, int SIMDGROUPS>
 inline void best_positions(
-    const device float* scores, device int* chosen, threadgroup uint* counts, int low, int high,
-    uint simdgroup, uint lane) {
+    const device float* scores, device int* chosen, threadgroup atomic_uint* bins,
+    threadgroup uint* counts, int low, int high, uint simdgroup, uint lane) {
+  // 1,024 threads have 64 registers each.
+  constexpr int THREADS = 32 * SIMDGROUPS, N = SIMDGROUPS <= 8 ? 4 : 2;
+  constexpr int PLACES = K <= 4 * THREADS ? 4 : 4 * N;
   const int share = (high + 128 * SIMDGROUPS - 1) / (128 * SIMDGROUPS) * 128;
-  const int begin = int(simdgroup) * share, end = metal::min(begin + share, high);
-  const int count = metal::max(high - low, 0), mine = 4 * int(lane);
-  // Two bits at a time the largest key that K scores reach, how many do, and how many are above all
-  // that begin with its bits.
-  uint least = 0, above = 0, reach = uint(count);
+  const int first = int(simdgroup) * share, end = metal::min(first + share, high);
+  const int count = metal::max(high - low, 0), begin = first + 4 * int(lane);
+  const uint index = simdgroup * 32 + lane;
+  // The largest key that K scores reach, how many do, and how many are above all that begin with
+  // its known bits.
+  uint least = 0, known = 0, above = 0, reach = uint(count);
+  // A key that it cannot be below: the largest keys at some places of every thread are keys too, and
+  // what K of them reach K scores reach. Few keys are as large, and counters are slow where many meet.
+  uint bound = 0;
+  if (K <= PLACES * THREADS && reach > PLACES * THREADS) {
+    uint largest[PLACES] = {};
+    for (int i = begin; i < end; i += 128 * N) {
+      const many_keys<N> keys = fetch_keys<N>(scores, i, low, end);
+      EACH(n, 4 * N) {
+        largest[n % PLACES] = metal::max(largest[n % PLACES], keys.at[n]);
+      }
+    }
+    clear_bins<SIMDGROUPS>(bins, index);
+    EACH(n, PLACES) {
+      count_in(bins, largest[n] >> 21);
+    }
+    bound = find_digit<SIMDGROUPS>(bins, counts, K, simdgroup, lane).digit << 21;
+  }
   #pragma unroll 1
-  for (int shift = 30; shift >= 0 && reach > K; shift -= 2) {
-    uint own[3] = {};
-    #pragma unroll 4
-    for (int i = begin; i < end; i += 128) {
-      const four_keys keys = fetch_keys(scores, i + mine, low, end);
-      for (int e = 0; e < 4; ++e) {
-        for (uint digit = 0; digit < 3; ++digit) {
-          own[digit] += keys.at[e] >= (least | (digit + 1) << shift) ? 1 : 0;
+  for (int shift = 21; reach > K && ~known != 0; shift = metal::max(shift - 11, 0)) {
+    clear_bins<SIMDGROUPS>(bins, index);
+    for (int i = begin; i < end; i += 128 * N) {
+      const many_keys<N> keys = fetch_keys<N>(scores, i, low, end);
+      EACH(n, 4 * N) {
+        const uint key = keys.at[n];
+        if (key >= bound && (key & known) == least) {
+          count_in(bins, key >> shift);
         }
       }
     }
-    sum_all<3, SIMDGROUPS>(own, counts, simdgroup, lane);
-    uint found = 0;
-    for (uint digit = 0; digit < 3; ++digit) {
-      found += own[digit] >= K ? 1 : 0;
-    }
-    for (uint digit = 0; digit < 3; ++digit) {
-      reach = digit + 1 == found ? own[digit] : reach;
-      above = digit == found ? own[digit] : above;
-    }
-    least |= found << shift;
+    const digit_of found = find_digit<SIMDGROUPS>(bins, counts, K - above, simdgroup, lane);
+    reach = above + found.reach;
+    above += found.above;
+    least |= found.digit << shift;
+    known = 0xffffffffu << shift;
   }
   // If K scores or fewer reach it, all of them are chosen, else the first of those that are equal.
   const uint room = reach > K ? K - above : 0;
   const uint limit = reach > K ? least : metal::max(least, 1u) - 1;
   uint own[2] = {};
-  #pragma unroll 4
-  for (int i = begin; i < end; i += 128) {
-    const four_keys keys = fetch_keys(scores, i + mine, low, end);
-    for (int e = 0; e < 4; ++e) {
-      own[0] += keys.at[e] > limit ? 1 : 0;
-      own[1] += keys.at[e] == limit ? 1 : 0;
+  for (int i = begin; i < end; i += 128 * N) {
+    const many_keys<N> keys = fetch_keys<N>(scores, i, low, end);
+    EACH(n, 4 * N) {
+      const uint key = keys.at[n];
+      own[0] += key > limit ? 1 : 0;
+      own[1] += key == limit ? 1 : 0;
     }
   }
-  for (int n = 0; n < 2; ++n) {
+  EACH(n, 2) {
     const uint sum = simd_sum(own[n]);
     if (lane == 0) {
       counts[n * SIMDGROUPS + simdgroup] = sum;
@@ -164,26 +212,35 @@ inline void best_positions(
   threadgroup_barrier(mem_flags::mem_threadgroup);
   uint higher = simd_sum(lane < simdgroup ? counts[lane] : 0u);
   uint equal = simd_sum(lane < simdgroup ? counts[SIMDGROUPS + lane] : 0u);
-  for (int i = begin; i < end; i += 128) {
-    const four_keys keys = fetch_keys(scores, i + mine, low, end);
-    // Those above in the lower half, those equal in the upper one.
-    uint sum = 0;
-    for (int e = 0; e < 4; ++e) {
-      sum += (keys.at[e] > limit ? 1 : 0) + (keys.at[e] == limit ? 1u << 16 : 0);
+  for (int i = first; i < end; i += 128 * N) {
+    const int at = i + 4 * int(lane);
+    const many_keys<N> keys = fetch_keys<N>(scores, at, low, end);
+    // Those above and those equal, a byte for each place.
+    uint over = 0, same = 0;
+    EACH(n, 4 * N) {
+      const uint key = keys.at[n];
+      over += key > limit ? 1u << n / 4 * 8 : 0;
+      same += key == limit ? 1u << n / 4 * 8 : 0;
     }
-    const uint before = simd_prefix_exclusive_sum(sum);
-    uint over = higher + (before & 0xffff), same = equal + (before >> 16);
-    for (int e = 0; e < 4; ++e) {
-      if (keys.at[e] > limit || (keys.at[e] == limit && same < room)) {
-        chosen[over + metal::min(same, room)] = i + mine + e;
+    const uint over_before = simd_prefix_exclusive_sum(over);
+    const uint same_before = simd_prefix_exclusive_sum(same);
+    over = simd_shuffle(over_before + over, 31);
+    same = simd_shuffle(same_before + same, 31);
+    EACH(n, N) {
+      uint rank = higher + (over_before >> 8 * n & 0xff), tie = equal + (same_before >> 8 * n & 0xff);
+      EACH(e, 4) {
+        const uint key = keys.at[4 * n + e];
+        if (key > limit || (key == limit && tie < room)) {
+          chosen[rank + metal::min(tie, room)] = at + 128 * n + e;
+        }
+        rank += key > limit ? 1 : 0;
+        tie += key == limit ? 1 : 0;
       }
-      over += keys.at[e] > limit ? 1 : 0;
-      same += keys.at[e] == limit ? 1 : 0;
+      higher += over >> 8 * n & 0xff;
+      equal += same >> 8 * n & 0xff;
     }
-    higher = simd_shuffle(over, 31);
-    equal = simd_shuffle(same, 31);
   }
-  for (int i = count + int(simdgroup * 32 + lane); i < K; i += 32 * SIMDGROUPS) {
+  for (int i = count + int(index); i < K; i += THREADS) {
     chosen[i] = high - 1;
   }
 }

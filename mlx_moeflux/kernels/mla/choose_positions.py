@@ -106,11 +106,12 @@ _CHOICE = MetalKernel(
     inputs=("scores", "ranges"),
     outputs=("chosen",),
     body="""
+        threadgroup atomic_uint bins[2048];
         threadgroup uint counts[3 * SIMDGROUPS];
         const uint row = threadgroup_position_in_grid.x;
         const uint b = row / TOKENS, after = TOKENS - 1 - row % TOKENS;
         best_positions<K, SIMDGROUPS>(
-            scores + ulong(row) * uint(scores_shape[1]), chosen + ulong(row) * K, counts,
+            scores + ulong(row) * uint(scores_shape[1]), chosen + ulong(row) * K, bins, counts,
             ranges[2 * b], ranges[2 * b + 1] - int(after), simdgroup_index_in_threadgroup,
             thread_index_in_simdgroup);
     """,

@@ -3,7 +3,7 @@
 // Bits that compare as the numbers do; -0 is 0, NaN is largest, nothing is 0.
 inline uint ordered_bits(float x) {
   const uint bits = as_type<uint>(x + 0.0f);
-  return x != x ? 0xffffffffu : bits >> 31 ? ~bits : bits | 0x80000000u;
+  return x != x ? 0xffffffffu : bits ^ (uint(int(bits) >> 31) | 0x80000000u);
 }
 inline float from_ordered_bits(uint bits) {
   return as_type<float>(bits >> 31 ? bits & 0x7fffffffu : ~bits);

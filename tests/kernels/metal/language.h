@@ -210,6 +210,18 @@ inline T simd_prefix_exclusive_sum(T x, EMU_SITE) {
   return sum;
 }
 
+// ---- Counters: whoever reads or sets one is apart from those that add, by a barrier
+
+enum memory_order { memory_order_relaxed };
+struct atomic_uint {
+  uint value;
+};
+inline uint atomic_fetch_add_explicit(atomic_uint* p, uint by, memory_order) {
+  return emu_atomic_add(&p->value, by);
+}
+inline uint atomic_load_explicit(const atomic_uint* p, memory_order) { return p->value; }
+inline void atomic_store_explicit(atomic_uint* p, uint x, memory_order) { p->value = x; }
+
 // ---- Matrices of 8 x 8: a lane holds two neighbours of a row
 
 struct simdgroup_float8x8 {

@@ -35,6 +35,9 @@ struct bfloat {
   operator float() const;
   explicit operator bool() const = delete;
 };
+class atomic_uint {
+  uint value;
+};
 }  // namespace lint
 #define uint lint::uint
 #define ushort lint::ushort
@@ -51,6 +54,7 @@ struct bfloat {
 #define uint64_t lint::uint64_t
 #define uint3 lint::uint3
 #define bfloat lint::bfloat
+#define atomic_uint lint::atomic_uint
 typedef bfloat bfloat16_t;
 typedef half float16_t;
 
@@ -78,6 +82,12 @@ template <typename T> T simd_prefix_inclusive_sum(T x);
 template <typename T> T simd_prefix_exclusive_sum(T x);
 bool simd_any(bool x);
 bool simd_all(bool x);
+
+// What a counter holds is read and set by functions alone.
+enum memory_order { memory_order_relaxed };
+uint atomic_fetch_add_explicit(volatile threadgroup atomic_uint* p, uint by, memory_order order);
+uint atomic_load_explicit(const volatile threadgroup atomic_uint* p, memory_order order);
+void atomic_store_explicit(volatile threadgroup atomic_uint* p, uint x, memory_order order);
 
 struct simdgroup_float8x8 {
   float e[2];

@@ -9,12 +9,13 @@ Region* region_of(const char* p) {
   return after == regions.begin() ? &*after : &*(after - 1);
 }
 
-void check_write(Region& r, Cell& c, long index) {
+// who: COUNTING for whom others may do the same at once.
+void check_write(Region& r, Cell& c, long index, int who) {
   int now = epoch[r.shared ? 0 : 1], step = own_simdgroup().step[r.shared ? 0 : 1];
   int mine = current / LANES;
   const char* clash = nullptr;
   int other = NOBODY;
-  if (c.write_epoch >= now && c.writer != current &&
+  if (c.write_epoch >= now && c.writer != current && c.writer != who &&
       !(c.writer / LANES == mine && c.write_step < step)) {
     clash = "wrote", other = c.writer;
   } else if (c.read_epoch >= now && c.reader != NOBODY && c.reader != current) {
@@ -31,7 +32,7 @@ void check_write(Region& r, Cell& c, long index) {
         "between",
         r.name.c_str(), index, other, clash);
   }
-  c.writer = current, c.write_epoch = now, c.write_step = step;
+  c.writer = who, c.write_epoch = now, c.write_step = step;
 }
 
 void check_read(Region& r, Cell& c, long index) {
@@ -101,11 +102,20 @@ __attribute__((noinline)) void check_element(const char* p, long size, bool writ
   if (!r.writable) return;
   for (long i = index, last = (offset + size - 1) / r.item; i <= last; ++i) {
     if (write) {
-      check_write(r, r.cells[i], i);
+      check_write(r, r.cells[i], i, current);
     } else {
       check_read(r, r.cells[i], i);
     }
   }
+}
+
+// A counter, of which a thread holds the address as an element's.
+void check_counter(const char* p) {
+  if (p < arena || p >= arena_end || !holds(*region_of(p), p, 4)) return check_odd(p, 4, true);
+  Region& r = *region_of(p);
+  long index = (p - r.base) / r.item;
+  if (!r.writable) fail("a thread writes '%s'[%ld], which is an input", r.name.c_str(), index);
+  check_write(r, r.cells[index], index, COUNTING);
 }
 
 // Most accesses are to private memory, or read the input that was read before.

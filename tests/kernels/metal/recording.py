@@ -20,7 +20,16 @@ from tests.kernels.implementations import IMPLEMENTATIONS
 from tests.kernels.metal.variant import plain_name
 
 # Bytes of the types of threadgroup arrays.
-SIZES = {"float": 4, "uint": 4, "int": 4, "half": 2, "bfloat": 2, "char": 1, "uchar": 1}
+SIZES = {
+    "float": 4,
+    "uint": 4,
+    "atomic_uint": 4,
+    "int": 4,
+    "half": 2,
+    "bfloat": 2,
+    "char": 1,
+    "uchar": 1,
+}
 # Where an array in threadgroup memory may have to begin.
 ALIGNED = 16
 

@@ -20,7 +20,8 @@
 namespace {
 
 const long STACK = 64 << 10, POISONED = 8 << 10, GAP = 1 << 20, LANES = 32, THREADGROUP_BYTES = 32 << 10;
-const int NOBODY = -1, SEVERAL = -2, MANY = -3;
+// COUNTING: who adds to a counter; it belongs to no simdgroup.
+const int NOBODY = -1, SEVERAL = -2, MANY = -3, COUNTING = -LANES;
 
 // Who touched an element last, and when, counted in barriers.
 struct Cell {
@@ -259,6 +260,15 @@ const unsigned char* emu_exchange(const void* value, size_t bytes, int site) {
     to_main();
   }
   return slots;
+}
+
+unsigned emu_atomic_add(unsigned* p, unsigned by) {
+  caller = __builtin_return_address(0);
+  check_counter((char*)p);
+  caller = nullptr;
+  unsigned before = *p;
+  *p += by;
+  return before;
 }
 
 void emu_multiply_accumulate(float* c, const float* a, const float* b, int site) {

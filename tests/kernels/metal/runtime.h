@@ -44,6 +44,8 @@ void emu_simdgroup_barrier(int flags, int site);
 // Hands `bytes` (at most 16) to the other lanes and returns 32 slots of 16 bytes, one a lane,
 // valid until the lane's next collective operation.
 const unsigned char* emu_exchange(const void* value, size_t bytes, int site);
+// *p += by; returns what *p was. Any threads may do so at once, and nothing else with *p.
+unsigned emu_atomic_add(unsigned* p, unsigned by);
 // c += a b for matrices of 8 x 8 of which a lane holds two neighbours of a row.
 void emu_multiply_accumulate(float* c, const float* a, const float* b, int site);
 // The threadgroup array declared at `site`: the same one for every thread.

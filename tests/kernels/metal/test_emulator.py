@@ -226,6 +226,29 @@ def test_packs_move_neighbours(dtype):
     assert (y == x * 2).all()
 
 
+COUNTS = scratch_kernel(
+    "counts",
+    inputs=("x",),
+    outputs=("y",),
+    body="""
+    threadgroup atomic_uint s[64];
+    uint i = thread_index_in_threadgroup;
+    atomic_store_explicit(s + i, i, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    atomic_fetch_add_explicit(s + uint(x[i]), 3, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    y[i] = float(atomic_load_explicit(s + i, memory_order_relaxed));
+    """,
+)
+
+
+@pytest.mark.usefixtures("device")
+def test_threads_count_at_once():
+    where = RNG.integers(0, 7, 64)
+    (y,) = launch(COUNTS, mx.array(where.astype(np.float32)))
+    assert y.tolist() == (np.arange(64) + 3 * np.bincount(where, minlength=64)).tolist()
+
+
 SMALL = scratch_kernel(
     "small",
     inputs=("x", "number"),

@@ -13,6 +13,7 @@ from tests.kernels.metal.emulator import EmulatorError
 from tests.kernels.metal.test_emulator import launch, one
 
 S = "threadgroup float s[64]; uint i = thread_index_in_threadgroup; "
+COUNTER = S.replace("float", "atomic_uint")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup); "
 FAULTS = {
     "write past an output": ("uint i = thread_position_in_grid.x; y[i + 1] = x[i];",
@@ -59,6 +60,25 @@ FAULTS = {
                                      "\n} y[i] = x[i];", "different places"),
     "a simdgroup operation that some miss": (
         S + "if (i & 1) { y[i] = simd_sum(x[i]); } else { y[i] = 0; }", "threads that do not come"),
+    "a counter read without a barrier": (
+        COUNTER + "atomic_fetch_add_explicit(s + 5, 1, memory_order_relaxed); "
+        "y[i] = atomic_load_explicit(s + 5, memory_order_relaxed);",
+        "no barrier lies between"),
+    "a counter set without a barrier": (
+        COUNTER + "atomic_fetch_add_explicit(s + i % 7, 1, memory_order_relaxed); "
+        "atomic_store_explicit(s + i, 0, memory_order_relaxed); y[i] = 0;",
+        "no barrier lies between"),
+    "counted before it is set": (
+        COUNTER + "atomic_store_explicit(s + i, 0, memory_order_relaxed); "
+        "atomic_fetch_add_explicit(s + 63 - i, 1, memory_order_relaxed); y[i] = 0;",
+        "no barrier lies between"),
+    "past the counters": (
+        COUNTER + "atomic_fetch_add_explicit(s + 1 + i, 1, memory_order_relaxed); y[i] = 0;",
+        r"writes 's'\[64\]"),
+    "what a counter was, by the order of threads": (
+        COUNTER + "atomic_store_explicit(s + i, 0, memory_order_relaxed); " + BARRIER +
+        "y[i] = atomic_fetch_add_explicit(s, 1, memory_order_relaxed);",
+        "depends on the order of threads"),
     "rows of a tile at odd places": (
         S + "s[i] = x[i]; tile_a<float> a; load_a(a, s + 1, 4, i & 31); y[i] = a[0];",
         "multiples of 16"),

@@ -80,6 +80,12 @@ def arrays(n):
     return {"more": [f"x{i}" for i in range(n - 2)]}
 
 
+# Counters, and what is done with one.
+COUNTERS = "threadgroup atomic_uint counters[8]; {}"
+SET = "atomic_store_explicit(counters, 0, memory_order_relaxed);"
+ADD = "atomic_fetch_add_explicit(counters + 1, 2, memory_order_relaxed);"
+GET = "y[0] = T(float(atomic_load_explicit(counters, memory_order_relaxed)));"
+
 GOOD = {
     "float": {"dtype": mx.float32},
     "half": {"dtype": mx.float16},
@@ -90,6 +96,7 @@ GOOD = {
     "32 KB": {"body": f"threadgroup float most[{(32768 - 64 - 32) // 4}]; {BODY}"},
     "a function with another name": with_line("inline float fragments(float x) { return x; }"),
     "8 elements": {"size": 8},
+    "counters": {"body": BODY + COUNTERS.format(SET + ADD + GET)},
 }
 
 
@@ -148,6 +155,14 @@ FAULTS = {
     "a 16-bit function": (
         instead("2.0f * float(x)", "metal::exp(x)"),
         "call to deleted function 'exp'",
+    ),
+    "a counter as a number": (
+        {"body": BODY + COUNTERS.format("uint n = counters[0];")},
+        "no viable conversion from '__local lint::atomic_uint'",
+    ),
+    "a number as a counter": (
+        {"body": BODY + ADD.replace("counters + 1", "s")},
+        "no matching function for call to 'atomic_fetch_add_explicit'",
     ),
     "C++17": (
         instead("y[i] =", "if constexpr (sizeof(T) == 2) y[i] ="),

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.mla.choose_positions import choose_positions, choose_positions_fused
+from mlx_moeflux.kernels.mla.choose_positions import (
+    _CHOICE,
+    best_positions,
+    choose_positions,
+    choose_positions_fused,
+)
 from tests.kernels.harness import DTYPES, Case, emulated, float64, launched
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
@@ -131,6 +136,83 @@ def test_lengths_around_steps_of_the_capacity_and_of_k(length):
         assert np.array(found).tolist() == call.chosen.tolist()
 
 
+class Choice:
+    """Scores int32 ``[rows, columns]``, given as bits of floats, and what the second launch alone
+    must choose of those from `low` to `high` - 1: NaN before all numbers, -0 as 0."""
+
+    def __init__(self, bits, k, low, high, simdgroups=8):
+        self.bits, self.k, self.low, self.high = np.ascontiguousarray(bits), k, low, high
+        self.simdgroups = simdgroups
+
+    def __call__(self):
+        rows = len(self.bits)
+        scores, bounds = (
+            mx.array(self.bits).view(mx.float32),
+            mx.array([self.low, self.high] * rows),
+        )
+        return _CHOICE(
+            scores,
+            bounds,
+            template={"K": self.k, "SIMDGROUPS": self.simdgroups, "TOKENS": 1},
+            grid=(32 * self.simdgroups * rows, 1, 1),
+            threadgroup=(32 * self.simdgroups, 1, 1),
+            output_shapes=[(rows, self.k)],
+            output_dtypes=[mx.int32],
+        )
+
+    def wanted(self):
+        scores = self.bits[:, self.low : self.high].view(np.float32)
+        none = np.isnan(scores)
+        order = np.lexsort((-np.where(none, 0, scores), ~none))[:, : self.k]
+        found = np.full((len(scores), self.k), self.high - 1)
+        found[:, : order.shape[1]] = np.sort(order) + self.low
+        return found
+
+    def case(self, name):
+        return Case(name, self, lambda: [self.wanted()], 0.0)
+
+
+def any_floats(seed, *shape):
+    """NaN too, one of 256."""
+    return np.random.default_rng(seed).integers(-(2**31), 2**31, shape, dtype=np.int32)
+
+
+def near(seed, *shape):
+    """Floats of which many begin with the same digits, and some are equal."""
+    return 0x41234000 + np.random.default_rng(seed).integers(0, 2**12, shape, dtype=np.int32)
+
+
+SPECIAL = np.array([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, -0x400000], np.int32)
+CHOICES = {
+    "any floats": Choice(any_floats(0, 2, 1400), 300, 5, 1399),
+    "near ones": Choice(near(1, 2, 1400), 700, 0, 1331),
+    "NaN, infinities and zeros": Choice(SPECIAL[any_floats(2, 3, 640) % 6], 450, 3, 640),
+    "more than four places": Choice(near(3, 1, 5000), 1100, 130, 4997),
+    "more than all places": Choice(any_floats(4, 1, 4400), 4200, 1, 4390),
+}
+
+
+@pytest.mark.parametrize("simdgroups", [8, 32])
+@pytest.mark.parametrize("name", CHOICES)
+def test_any_scores(name, simdgroups):
+    choice = CHOICES[name]
+    other = Choice(choice.bits, choice.k, choice.low, choice.high, simdgroups)
+    with emulated(name="metal" if simdgroups == 8 else "cuda"):
+        assert np.array(other()[0]).tolist() == choice.wanted().tolist()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_any_scores_by_the_reference(name):
+    """But for NaN."""
+    choice = CHOICES[name]
+    numbers = np.nan_to_num(choice.bits.view(np.float32), nan=-7.0, posinf=np.inf, neginf=-np.inf)
+    choice = Choice(numbers.view(np.int32), choice.k, choice.low, choice.high)
+    first, last = (mx.array([[[n]]]) for n in (choice.low, choice.high - 1))
+    scores = mx.array(choice.bits).view(mx.float32)[:, None]
+    found = best_positions(scores, last, first, choice.k)[:, 0]
+    assert np.array(found).tolist() == choice.wanted().tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_a_query_chooses_the_same_beside_any_others():
@@ -178,16 +260,24 @@ def case(name):
 
 
 NONE_THERE = "past the end of a stretch there is no key"
+SPEED = "of speed alone"
 HIDDEN = "keys of rows that do not count are zeros"
 EQUIVALENT = {
     "choose_positions.metal": {
         "best_positions: off by one < -> <=": NONE_THERE,
+        "best_positions: off by one < -> <= (2)": NONE_THERE,
+        "best_positions: off by one < -> <= (3)": NONE_THERE,
         "best_positions: off by one < -> <= (6)": NONE_THERE,
-        "best_positions: off by one < -> <= (11)": NONE_THERE,
-        "best_positions: off by one < -> + 1 < (6)": "behind the last stretch nobody counts",
-        "best_positions: off by one > -> >=": "of speed alone",
-        "best_positions: off by one >= -> > (3)": "the limit is then the next key below, and all "
-        "above it are taken",
+        "best_positions: off by one < -> + 1 <": SPEED,
+        "best_positions: off by one < -> + 1 < (3)": "behind the last stretch nobody counts",
+        "best_positions: off by one <= -> <": SPEED,
+        "best_positions: off by one <= -> < (2)": SPEED,
+        "best_positions: off by one <= -> < (3)": SPEED,
+        "best_positions: off by one > -> >=": SPEED,
+        "best_positions: off by one > -> >= (2)": SPEED,
+        "best_positions: swapped arguments 3 and 4 of fetch_keys": SPEED,
+        "best_positions: unwritten": SPEED,
+        "find_digit: unwritten (4)": SPEED,
         "position_scores: off by one <= -> <": HIDDEN,
         "position_scores: off by one >= -> >": HIDDEN,
         "position_scores: swapped arguments 1 and 2 of metal::fma": "commutes",
@@ -212,5 +302,6 @@ CASES = {
         case("the last ones"),
         case("as many as columns"),
         case("neighbours"),
+        *(CHOICES[name].case(name) for name in CHOICES if name != "more than all places"),
     ],
 }

@@ -40,6 +40,14 @@ struct mem_flags { enum { mem_none = 0, mem_device = 1, mem_threadgroup = 2 }; }
 inline void threadgroup_barrier(int) { __syncthreads(); }
 inline void simdgroup_barrier(int) { __syncwarp(); }
 
+// ---- Counters in threadgroup memory
+
+typedef uint atomic_uint;
+#define memory_order_relaxed 0
+inline uint atomic_fetch_add_explicit(atomic_uint* p, uint by, int) { return atomicAdd(p, by); }
+inline uint atomic_load_explicit(const atomic_uint* p, int) { return *p; }
+inline void atomic_store_explicit(atomic_uint* p, uint x, int) { *p = x; }
+
 // ---- Simdgroups
 
 #define MOEFLUX_ALL 0xffffffffu
