@@ -272,7 +272,7 @@ def test_loading_sets_what_the_gpu_reads_and_importing_changes_nothing(
         "from mlx_moeflux.loading import BUNDLED_MODEL\n"
         "assert os.environ == before\n"
         f"sys.platform = {platform!r}\n"
-        "try: load(BUNDLED_MODEL, expert_memory='no')\n"
+        "try: load(BUNDLED_MODEL, expert_memory='1B')  # too little\n"
         "except mlx_moeflux.errors.MoefluxError: pass\n"
         f"print(os.environ.get({name!r}))"
     )
