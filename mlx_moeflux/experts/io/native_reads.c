@@ -318,17 +318,22 @@ static int make_room(Hand *hand, int64_t nbytes) {
   return pool->device.enter(pool->device.context) || pool->device.finish(pool->device.stream);
 }
 
-/* Read a part through the hand's buffer, at an aligned offset and in an aligned length. What a
-   device is to copy stays there. */
-static int read_through(Hand *hand, Part *part, int fd, int64_t *done) {
-  const Pool *pool = hand->pool;
-  int64_t before = part->offset % pool->alignment, needed = before + part->nbytes, got;
-  int64_t room = up(needed, pool->alignment);
-  if (make_room(hand, room)) return REFUSED;
-  uint8_t *at = hand->memory + hand->used;
-  int error = fill(fd, at, part->offset - before, room, needed, pool->alignment > 1 ? SECTOR : 1, &got);
+/* Read a part to `at`, from an aligned offset on and in an aligned length. */
+static int read_aligned(Part *part, int fd, uint8_t *at, int64_t alignment, int64_t *done) {
+  int64_t before = part->offset % alignment, needed = before + part->nbytes, got;
+  int error = fill(fd, at, part->offset - before, up(needed, alignment), needed,
+                   alignment > 1 ? SECTOR : 1, &got);
   *done = larger(0, smaller(got, needed) - before);
   part->from = at + before;
+  return error;
+}
+
+/* Read a part through the hand's buffer. What a device is to copy stays there. */
+static int read_through(Hand *hand, Part *part, int fd, int64_t *done) {
+  const Pool *pool = hand->pool;
+  int64_t room = up(part->offset % pool->alignment + part->nbytes, pool->alignment);
+  if (make_room(hand, room)) return REFUSED;
+  int error = read_aligned(part, fd, hand->memory + hand->used, pool->alignment, done);
   if (pool->device.launch) hand->used += up(room, PAGE);
   else if (!error) scatter(part);
   return error;

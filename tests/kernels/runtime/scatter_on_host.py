@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moeflux.kernels.runtime.cuda.upload import SOURCE, Pieces
+from mlx_moeflux.kernels.runtime.cuda.upload import SOURCES, Pieces
 
 # Threads run one after another. Wide words look whether they lie where CUDA wants them, and count.
 _SHIM = """
@@ -35,7 +35,8 @@ template <int N> struct alignas(N) Wide {
 };
 typedef Wide<16> uint4;
 typedef Wide<8> uint2;
-#include SCATTER
+#define LOAD(at) (*(at))
+SCATTER
 extern "C" void launch(const Pieces* pieces, unsigned blocks, unsigned threads) {
   gridDim.x = blocks;
   blockDim.x = threads;
@@ -51,8 +52,8 @@ def library() -> ctypes.CDLL:
     """Return it; skips the test where there is no g++."""
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder) / "scatter.cpp", Path(folder) / "scatter.so"
-        source.write_text(_SHIM)
-        flags = "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", f'-DSCATTER="{SOURCE}"'
+        source.write_text(_SHIM.replace("SCATTER", "".join(f.read_text() for f in SOURCES)))
+        flags = "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"
         try:
             subprocess.run(["g++", *flags, "-o", made, source], check=True)
         except FileNotFoundError:

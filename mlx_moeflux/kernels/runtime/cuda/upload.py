@@ -32,7 +32,8 @@ BUFFERS = 2
 # The driver gets its advice again after so many arrays.
 REACHED_FOR = 1000
 
-SOURCE, KERNEL = Path(__file__).with_name("scatter.cu"), "scatter"
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("copy.cuh", "scatter.cu"))
+KERNEL, _LOAD = "scatter", "#define LOAD(at) (*(at))\n"
 # Of scatter.cu.
 MOST_PIECES = 128
 # So many threads keep the bus busy, and leave nearly all of the GPU to others.
@@ -114,7 +115,8 @@ class Driver:
         compiler = nvrtc.find(architecture)
         if compiler is None:
             raise nvrtc.CompilerError(f"NVRTC was not found for '{architecture}'.")
-        code, name = compiler.compile(SOURCE.read_text("ascii"), KERNEL)
+        text = _LOAD + "".join(file.read_text("ascii") for file in SOURCES)
+        code, name = compiler.compile(text, KERNEL)
         self._enter()
         module = ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(module), code)
