@@ -336,6 +336,8 @@ def stats_table(experts: Any, model: Any, *, details: bool = False, written: int
         lines.append(f"prefetch {label(prefetch)} is {prefetch.switch.report()}")
     if streaming is not None and streaming.timed_budget is not None:
         lines.append(f"expert memory auto is {streaming.timed_budget.report()}")
+    if streaming is not None and streaming.ways is not None:
+        lines.append(streaming.ways)
     lines += table.by_place()
     if streaming is not None or written:
         read = format_bytes(model.store.stats().total.bytes_read)

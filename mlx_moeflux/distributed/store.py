@@ -309,6 +309,10 @@ class RankSlots:
         return self.local.prefetch
 
     @property
+    def ways(self) -> None:
+        """None: kernels do not wait for experts of several ranks."""
+
+    @property
     def timed_budget(self) -> None:
         """None: ranks wait for one another, so that none can time its own budget."""
 

@@ -148,6 +148,11 @@ class Streaming(Protocol):
         """Hold the store: no other thread changes slots meanwhile."""
         ...
 
+    @property
+    def ways(self) -> str | None:
+        """Which steps took the handshake, as a phrase; None: the store has none."""
+        ...
+
     def residents(self, layer: int) -> dict[int, int]:
         """Return expert -> slot of a layer, as it is now."""
         ...
@@ -171,6 +176,16 @@ class Streaming(Protocol):
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots."""
+        ...
+
+
+class Handshake(Protocol):
+    """Decode steps of one sequence in which kernels wait for experts, so that a trace may stand for
+    a whole step."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Hold the store for such a step, which is evaluated inside. Calls of layers are lazy
+        there. If it raises, the step may be made as others are."""
         ...
 
 
@@ -211,8 +226,8 @@ class ExpertStore(metaclass=ABCMeta):
 
     A subclass sets `layers` and `num_experts`, and defines :meth:`experts`, :meth:`stats` and
     :meth:`close`; that is enough. What only some stores offer is an object, or None: `direct`,
-    `steps`, `streaming`, `rest`, `ranks`. A subclass of a store of this package that has
-    :meth:`experts` of its own has neither `direct` nor `steps`: models call its :meth:`experts` for
+    `steps`, `handshake`, `streaming`, `rest`, `ranks`. A subclass of a store of this package that
+    has :meth:`experts` of its own has none of the first three: models call its :meth:`experts` for
     every token.
 
     num_experts: E, of each layer. layers: Ids of the MoE layers, ascending.
@@ -222,6 +237,7 @@ class ExpertStore(metaclass=ABCMeta):
     training: Whether gradients are taken of calls; a model sets it in its own :meth:`train`.
     block_bytes: MoE layer id -> bytes of one expert, of a store that reports events; else None.
     direct, steps: Access to the banks for models that compute some calls themselves.
+    handshake: Steps in which kernels wait for experts, if the next one may be such.
     streaming: The slots of a store that reads experts.
     rest: Memory that can be freed for a while.
     ranks: Those over which the experts are spread.
@@ -237,6 +253,7 @@ class ExpertStore(metaclass=ABCMeta):
     block_bytes: Mapping[int, int] | None = None
     direct: Direct | None = None
     steps: Steps | None = None
+    handshake: Handshake | None = None
     streaming: Streaming | None = None
     rest: Rest | None = None
     ranks: Spread | None = None

@@ -158,6 +158,12 @@ class LoadOptions:
         "Policy of reading ahead: a name or an object; default none.",
         Flag("policy of reading ahead, see 'policies'; default none"),
     )
+    handshake: bool | None = option(
+        None,
+        "Decode one sequence with kernels that wait for experts on the GPU, instead of returning "
+        "to Python in each layer; NVIDIA only, results keep their bits. Default: no.",
+        Flag("kernels that wait for experts (NVIDIA, one sequence)", bool),
+    )
     keep_all_ahead: bool = option(
         False,
         "Wait for all prefetched experts, so that hits do not depend on timing.",

@@ -16,10 +16,13 @@ from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.budget import AUTO, Memory, Plan, format_bytes, make_plan, parse_budget
 from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.io.decoding import Experts
+from mlx_moeflux.experts.io.desk import desk_bytes
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.experts.io.native_pool import staging_bytes
+from mlx_moeflux.experts.io.native_pool import NativePool, staging_bytes
 from mlx_moeflux.experts.io.readers import PAGE_CACHED, Reader, check_methods, check_reader
 from mlx_moeflux.experts.io.replicas import open_readers
+from mlx_moeflux.experts.policies.eviction import is_known, make_eviction
+from mlx_moeflux.experts.policies.named import label
 from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
 from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
 from mlx_moeflux.experts.resident import ResidentStore
@@ -84,6 +87,7 @@ def make_store(
             )
         asked = AUTO if options.expert_memory is None else options.expert_memory
         K = min(model.router.num_experts_per_tok, E)
+        handshake = _handshake(options, reader, prefetch, part, K)
         plan = make_plan(
             asked,
             {layer: layout.nbytes for layer, layout in layouts.items()},
@@ -94,7 +98,7 @@ def make_store(
             kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
             memory=memory,
             reader=reader.name + (f" from {len(places)} places" if len(places) > 1 else ""),
-            staging_bytes=staging_bytes(reader, threads),
+            staging_bytes=staging_bytes(reader, threads) + _shared_bytes(reader, handshake),
             reserved=options.reserved_memory,
         )
         _check_buffers(plan, layouts)
@@ -102,7 +106,7 @@ def make_store(
             reader.close()
             return _resident(model, mapped, layouts, E, mix, events, options.verbose), plan
         timed = None
-        shared = given is None and part is None and memory.backend != "cuda"
+        shared = given is None and part is None and memory.backend != "cuda" and not handshake
         if parse_budget(asked, plan.expert_bytes) is None and shared and not options.safe:
             timed = _timed_budget(plan, layouts, reader, threads, pairs=K, model=model.identity)
         if timed is not None and timed.wanted is timed.smaller:
@@ -120,10 +124,44 @@ def make_store(
             prefetch=prefetch,
             keep_all_ahead=options.keep_all_ahead,
             timed_budget=timed,
+            handshake=handshake,
         ), plan
     except BaseException:
         reader.close()
         raise
+
+
+def _handshake(
+    options: LoadOptions, reader: Reader, prefetch: object, part: Part | None, k: int
+) -> device.Pull | None:
+    """Return the kernel that waits for the `k` experts of a token, or None.
+
+    Raises:
+        InputError: It was asked for, and something excludes it.
+    """
+    if not options.handshake:
+        return None
+    pull = device.pull_for(k)
+    obstacles = {
+        "safe": options.safe,
+        "events": options.events is not None,
+        "a prefetcher": prefetch is not None,
+        "several ranks": part is not None,
+        f"the eviction {label(options.eviction)}": not is_known(make_eviction(options.eviction)),
+        f"the reader {reader.name}, or no C compiler": not NativePool.serves(reader),
+        f"{k} experts a token, or without an NVIDIA GPU": pull is None,
+    }
+    why = next((what for what, there in obstacles.items() if there), None)
+    if why is None:
+        return pull
+    if options.handshake:
+        raise InputError(f"handshake does not work with {why}; leave one out.")
+    return None
+
+
+def _shared_bytes(reader: Reader, pull: device.Pull | None) -> int:
+    """Return the bytes that kernels and threads of a handshake share."""
+    return desk_bytes(reader, pull.k) if pull and NativePool.serves(reader) else 0
 
 
 def _timed_budget(

@@ -203,24 +203,29 @@ class StreamingModel(Module):
                 step.forget()
 
     def _can_compile(self) -> bool:
-        """Return True if a step of one token may run from a trace.
+        """Return True if a step of one token may run from a trace. ``compile_steps`` None means: on
+        GPUs."""
+        self._drop_old_traces()
+        return self._compiles and self._can_replace()
 
-        Events, recordings, hooks and training need the eager path. ``compile_steps`` None means: on
-        GPUs.
-        """
+    @property
+    def _compiles(self) -> bool:
+        return device.kind() != "cpu" if self.compile_steps is None else self.compile_steps
+
+    def _drop_old_traces(self) -> None:
+        """Drop the traces if they hold arrays or kernels that were replaced."""
         direct = self._store.direct
         generation = 0 if direct is None else direct.generation, failures.generation()
         if generation != self._generation:
             self._generation = generation
             self.forget_steps()
-        enabled = self.compile_steps
-        if enabled is None:
-            enabled = device.kind() != "cpu"
+
+    def _can_replace(self) -> bool:
+        """Return True if a step of one token need not call the store layer by layer. Events,
+        recordings, hooks and training need that."""
         observed = self._observers or self._store.events is not None
         own = self._survey is not None and self._survey.traceable
-        if not enabled or not own or self.training or observed:
-            return False
-        return declares_traceable(self._router)
+        return own and not self.training and not observed and declares_traceable(self._router)
 
     def _can_segment(self, tokens: int) -> bool:
         """Return True if a step of `tokens` tokens may run from one trace per segment."""

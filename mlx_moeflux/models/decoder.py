@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from mlx_moeflux.cache import BaseCache, transaction
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
@@ -203,6 +203,9 @@ class DecoderModel(StreamingModel):
         if one and device.kind() != "cpu":
             tokens = mx.minimum(tokens, self.config.vocab_size - 1)
         self.feed([tokens], [cache])
+        logits = self._waiting_step(tokens, cache)
+        if logits is not None:
+            return logits
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.experts_stay_on_device:
             if self._can_segment(tokens.shape[0]):
@@ -337,6 +340,23 @@ class DecoderModel(StreamingModel):
         if len(hidden) == 1:
             return self.logits(hidden[0][:, -1:])[:, 0]
         return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
+
+    def _waiting_step(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array | None:
+        """Run a step of one sequence in which kernels wait for experts, and evaluate it. Return
+        None if this is none, or if it failed and left everything as it was."""
+        if tokens.size > 1 or (handshake := self._store.handshake) is None:
+            return None
+        if self.experts_stay_on_device or not self._can_replace() or not self._step.fits(cache):
+            return None
+        # The errors of reads, waits, kernels and MLX: the other path has them again, or succeeds.
+        errors = suppress(RuntimeError, ValueError, MoefluxError)
+        with errors, transaction(cache), handshake.step():
+            self._drop_old_traces()
+            logits = self._step(tokens, cache) if self._compiles else self._forward(tokens, cache)
+            device.settle()
+            mx.eval(logits)
+            return logits
+        return None
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run a step as one trace."""

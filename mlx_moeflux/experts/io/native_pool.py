@@ -41,8 +41,10 @@ from mlx_moeflux.experts.io.readers import Reader, largest_block, private_bytes
 from mlx_moeflux.experts.io.replicas import ReplicaPool, ReplicaReader
 from mlx_moeflux.kernels.runtime import device
 
-SOURCE = Path(__file__).with_name("native_reads.c")
-FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")
+# The first holds the second.
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("handshake.c", "native_reads.c"))
+# Scores have Python's bits: a product is rounded before it is added to.
+FLAGS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 # Checksums take an instruction that a compiler for any machine of the kind does not assume.
 if platform.machine() == "aarch64":
     FLAGS = (*FLAGS, "-march=armv8-a+crc")
@@ -76,7 +78,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Outcome(ctypes.Structure):
+class Outcome(ctypes.Structure):
     _fields_ = (
         *((n, c_int64) for n in ("nbytes", "nanoseconds", "elapsed", "offset", "wanted", "done")),
         ("file", c_int32),
@@ -97,7 +99,8 @@ class Device(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled ``native_reads.c``; None where it cannot be built or loaded."""
+    """Return the compiled ``handshake.c``, which holds ``native_reads.c``; None where it cannot be
+    built or loaded."""
     try:
         found = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError):
@@ -111,11 +114,16 @@ def library() -> ctypes.CDLL | None:
         None,
         (
             *(c_void_p, c_void_p, POINTER(_Layer), c_int64, c_char_p),
-            *(POINTER(_Outcome), c_int, c_int),
+            *(POINTER(Outcome), c_int, c_int),
         ),
     )
     found.batch_abandon.argtypes = c_void_p, c_void_p
     found.batch_wait.argtypes = c_void_p, c_void_p, c_int64
+    found.desk_open.restype, found.desk_open.argtypes = c_void_p, (c_void_p,)
+    found.desk_ended.argtypes, found.desk_failure.argtypes = (c_void_p, c_int64), (c_void_p,) * 2
+    for name in ("begin", "abort", "close"):
+        function = getattr(found, f"desk_{name}")
+        function.restype, function.argtypes = None, (c_void_p,)
     return found
 
 
@@ -126,7 +134,7 @@ def _built() -> Path:
         OSError: There is no compiler or no folder that is this user's alone.
         SubprocessError: The compiler fails.
     """
-    text = SOURCE.read_bytes()
+    text = [file.read_bytes() for file in SOURCES]
     whole = hashlib.sha256(repr((text, FLAGS, sys.platform, platform.machine())).encode())
     folder = user_cache.private("native")
     if folder is None:
@@ -142,7 +150,7 @@ def _built() -> Path:
         raise OSError("no compiler")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / file.name
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        command = [compiler, *FLAGS, "-o", str(made), str(SOURCES[0]), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         os.replace(made, file)
     return file
@@ -259,7 +267,7 @@ class NativeFetch:
         self._pool, self._place = pool, pool.place(layer, slots)
         self.in_caller = False
         self._slots = slots  # the memory that the threads write
-        self._outcomes = (_Outcome * len(blocks))()
+        self._outcomes = (Outcome * len(blocks))()
         self._over = True
 
     def start(self, *, urgent: bool = False) -> None:
@@ -284,7 +292,7 @@ class NativeFetch:
             self._pool.uploads.finish()
         for (expert, _), outcome in zip(self.blocks, self._outcomes, strict=True):
             if outcome.error:
-                return self._error(expert, outcome)
+                return error_of(self._pool, self._layer, expert, outcome)
         return None
 
     def abandon(self) -> None:
@@ -326,20 +334,22 @@ class NativeFetch:
             if pool.library.batch_wait(pool.handle, self._batch, LOOK_AGAIN):
                 self._over = True
 
-    def _error(self, expert: int, outcome: _Outcome) -> MoefluxError:
-        reader = self._pool.reader
-        if outcome.error == REFUSED:
-            assert self._pool.uploads is not None, "only a driver refuses"
-            return self._pool.uploads.refusal(outcome.error)
-        if outcome.error == CHANGED:
-            return reader.changed(outcome.file)
-        if outcome.error == WRONG:
-            return reader.wrong(self._layer, expert)
-        run = Run(outcome.file, outcome.offset, outcome.wanted, ())
-        if outcome.error == ENDS_EARLY:
-            return reader.ends_early(run, outcome.offset + outcome.done)
-        cause = OSError(outcome.error, os.strerror(outcome.error))
-        return reader.failed(run, outcome.offset + outcome.done, cause)
+
+def error_of(pool: NativePool, layer: int, expert: int, outcome: Outcome) -> MoefluxError:
+    """Return the error of a block that was not read."""
+    reader = pool.reader
+    if outcome.error == REFUSED:
+        assert pool.uploads is not None, "only a driver refuses"
+        return pool.uploads.refusal(outcome.error)
+    if outcome.error == CHANGED:
+        return reader.changed(outcome.file)
+    if outcome.error == WRONG:
+        return reader.wrong(layer, expert)
+    run = Run(outcome.file, outcome.offset, outcome.wanted, ())
+    if outcome.error == ENDS_EARLY:
+        return reader.ends_early(run, outcome.offset + outcome.done)
+    cause = OSError(outcome.error, os.strerror(outcome.error))
+    return reader.failed(run, outcome.offset + outcome.done, cause)
 
 
 def staging_bytes(reader: Reader, threads: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.lazy_min_heap import LazyMinHeap, unknown
@@ -61,6 +61,18 @@ class ExpertRequest(NamedTuple):
         )
 
 
+class Scores(NamedTuple):
+    """What a policy knows of a layer, for threads without an interpreter: the resident with the
+    lowest score leaves, of equal ones the lowest id.
+
+    of: Expert -> score above 0; others have 0. base: Subtracted from the exponent of a use's
+    weight; of a policy whose rate is 0 the highest score, which grows by 1 with each use.
+    """
+
+    of: dict[int, float]
+    base: float
+
+
 class Eviction(Protocol):
     """Chooses victims. Replace it with ``load(eviction=...)``.
 
@@ -107,6 +119,7 @@ class LRU:
     """Evicts the least recently used expert; one that was never used goes first."""
 
     name = "lru"
+    rate = 0.0
 
     def __init__(self):
         self._order: dict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
@@ -146,6 +159,16 @@ class LRU:
     def reset(self) -> None:
         self._order.clear()
 
+    def scores(self, layer: int) -> Scores:
+        """Return what :meth:`set_scores` takes."""
+        order = self._order[layer]
+        return Scores({expert: 1.0 + i for i, expert in enumerate(order)}, float(len(order)))
+
+    def set_scores(self, layer: int, scores: Scores) -> None:
+        """Replace what is known of a layer."""
+        ranked = sorted(scores.of, key=scores.of.__getitem__)
+        self._order[layer] = OrderedDict.fromkeys(ranked)
+
 
 class LFU:
     """Evicts the expert with the fewest uses, each of which counts half after `half_life` tokens.
@@ -160,18 +183,18 @@ class LFU:
     _MOST = 500
 
     def __init__(self, half_life: float = 32):
-        self._rate = 1 / half_life
+        self.rate = 1 / half_life
         self.reset()
 
     def touch(
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
         queue = self._queues[layer]
-        if experts and last[-1] * self._rate - self._base[layer] > self._MOST:
-            growth = last[-1] * self._rate - self._base[layer]
+        if experts and last[-1] * self.rate - self._base[layer] > self._MOST:
+            growth = last[-1] * self.rate - self._base[layer]
             self._base[layer] += growth
             queue.scale(2.0**-growth)
-        keys, base, rate = queue.keys, self._base[layer], self._rate
+        keys, base, rate = queue.keys, self._base[layer], self.rate
         if last and last[0] == last[-1]:
             weight = 2.0 ** (last[0] * rate - base)
             for expert, n in zip(experts, uses, strict=True):
@@ -198,10 +221,25 @@ class LFU:
         self._queues: dict[int, LazyMinHeap] = defaultdict(lambda: LazyMinHeap(0.0))
         self._base: dict[int, float] = defaultdict(float)
 
+    def scores(self, layer: int) -> Scores:
+        """Return what :meth:`set_scores` takes."""
+        return Scores(self._queues[layer].keys, self._base[layer])
+
+    def set_scores(self, layer: int, scores: Scores) -> None:
+        """Replace what is known of a layer."""
+        self._queues[layer].replace(scores.of)
+        self._base[layer] = scores.base
+
 
 EVICTIONS: dict[str, Callable[[], Any]] = {kind.name: kind for kind in (LRU, LFU)}
 # Hit more often than LRU on every trace at every budget: docs/notes/hit-rates.md.
 DEFAULT_EVICTION = LFU.name
+
+
+def is_known(policy: Eviction) -> TypeGuard[LFU | LRU]:
+    """Return True if `policy` is of this package, and no subclass, so that its :class:`Scores` say
+    all of it. A rate of 0 means LRU there, so that an LFU which forgets nothing has none."""
+    return type(policy) is LRU or (type(policy) is LFU and policy.rate > 0)
 
 
 def make_eviction(policy: str | Eviction) -> Eviction:

@@ -27,6 +27,10 @@ class LazyMinHeap:
         self.keys = {expert: key * factor for expert, key in self.keys.items()}
         self._out_of_date = True
 
+    def replace(self, keys: dict[int, Any]) -> None:
+        """Take other keys, which may have fallen."""
+        self.keys, self._out_of_date = keys, True
+
     def admit(self, expert: int) -> None:
         if expert not in self._queued:
             self._queued.add(expert)

@@ -33,7 +33,8 @@ class Slots(NamedTuple):
 
 class LayerBank:
     """The slots of one layer. experts: Number of experts in the layer, or None if unknown.
-    activation: Of the experts. current: The allocation; one assignment replaces it.
+    activation: Of the experts. current: The allocation; one assignment replaces it. allocations:
+    How many there were.
 
     Evaluates: its new arrays.
     """
@@ -47,6 +48,7 @@ class LayerBank:
     ):
         assert slots > 0, "a bank without slots"
         self.layout, self._experts, self._activation = layout, experts, activation
+        self.allocations = 0
         self.current = self._allocate(slots)
 
     @property
@@ -95,6 +97,7 @@ class LayerBank:
         self.current = _CLOSED
 
     def _allocate(self, slots: int) -> Slots:
+        self.allocations += 1
         components, packed = self.layout.components, None
         like = [((slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
         # View the storage once, before any kernel reads it: on CUDA the first access by the host

@@ -366,6 +366,14 @@ class StreamedLayer:
         if self._ahead:
             self.commit_prefetch((), wait=True, events=events)
 
+    def take_table(self, expert_of: list[int]) -> None:
+        """Take the experts of all slots, ``EMPTY`` for none, from who changed them."""
+        with self.change:
+            self._device_table = None
+            self.table.expert_of = expert_of
+            self.table.rebuild()
+            self._fresh.intersection_update(self.table.slot_of)
+
     def slots_soon(self) -> dict[int, int]:
         """Return expert -> slot, as after the reads that are under way."""
         if not self._fetches:

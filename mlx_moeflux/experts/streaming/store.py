@@ -31,13 +31,14 @@ from mlx_moeflux.experts.compute import (
     check_ids,
     from_whole_bank,
 )
-from mlx_moeflux.experts.io.native_pool import open_pool, staging_bytes
+from mlx_moeflux.experts.io.native_pool import NativePool, open_pool, staging_bytes
 from mlx_moeflux.experts.io.readers import Reader, largest_block
 from mlx_moeflux.experts.io.replicas import ReplicaPool
 from mlx_moeflux.experts.policies.eviction import (
     DEFAULT_EVICTION,
     Eviction,
     ExpertRequest,
+    is_known,
     make_eviction,
 )
 from mlx_moeflux.experts.policies.prefetch import (
@@ -62,6 +63,7 @@ from mlx_moeflux.experts.policies.wave_schedule import (
 )
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
+from mlx_moeflux.experts.streaming.handshake import Handshake
 from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
@@ -106,7 +108,8 @@ class StreamedStore(ExpertStore):
     Bytes that one step of a long call may allocate besides its result; None: chosen by the device.
     activation: Of the experts. wave_reads: Blocks that a wave of a long call reads at most.
     timed_budget: The trial of a smaller budget, or None; `slots` are those that it wants now, and
-    fewer than experts in every layer. :meth:`resize` ends it.
+    fewer than experts in every layer. :meth:`resize` ends it. handshake: A kernel that waits for
+    experts in decode steps of one sequence, see :mod:`~mlx_moeflux.experts.streaming.handshake`.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -120,6 +123,7 @@ class StreamedStore(ExpertStore):
 
     Raises:
         InputError: The policy or the number of threads or slots cannot be used.
+        UnsupportedError: The handshake has no native threads, or another policy than lfu and lru.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class StreamedStore(ExpertStore):
         activation: Activation = swiglu,
         wave_reads: int = READ_AHEAD,
         timed_budget: TimedBudget | None = None,
+        handshake: device.Pull | None = None,
     ):
         check_threads(threads)
         self.reader, self.threads = reader, threads
@@ -169,6 +174,20 @@ class StreamedStore(ExpertStore):
             )
             for layer in self.layers
         }
+        self._handshake: Handshake | None = None
+        if handshake is not None:
+            if not isinstance(self._pool, NativePool) or not is_known(self.eviction):
+                self.close()
+                raise UnsupportedError(
+                    "the handshake needs native threads and the eviction lfu or lru; leave it out."
+                )
+            self._handshake = Handshake(
+                *(self._pool, self._layers, self.eviction, handshake),
+                lock=self._lock,
+                ready=lambda: self.handshake is not None,
+                restore=self.restore,
+                changed=self._forget_measured,
+            )
 
     @property
     def direct(self) -> StreamedStore | None:
@@ -186,6 +205,22 @@ class StreamedStore(ExpertStore):
         return self
 
     @property
+    def handshake(self) -> Handshake | None:
+        """What lends the slots to kernels that wait, if the next decode step may do so."""
+        own = self._handshake
+        if own is None or own.off is not None or self.training or self._closed:
+            return None
+        if self._events is not None or self._prefetch is not None or not self.direct:
+            return None
+        least = min(state.table.slots for state in self._layers.values())
+        return own if least >= own.k else None
+
+    @property
+    def ways(self) -> str | None:
+        """See :attr:`~mlx_moeflux.experts.store.Streaming.ways`."""
+        return None if self._handshake is None else self._handshake.report()
+
+    @property
     def rest(self) -> StreamedStore:
         """This store."""
         return self
@@ -197,14 +232,15 @@ class StreamedStore(ExpertStore):
 
     @events.setter
     def events(self, listener: EventHook | None) -> None:
-        with self._lock:
+        with self._own():
             self._events = listener
             self._watch_steps()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots and of the buffers of reading threads."""
-        return self.bank_bytes + staging_bytes(self.reader, self.threads)
+        shared = 0 if self._handshake is None else self._handshake.nbytes
+        return self.bank_bytes + staging_bytes(self.reader, self.threads) + shared
 
     @property
     def most_slots(self) -> int:
@@ -251,7 +287,7 @@ class StreamedStore(ExpertStore):
 
     def residents(self, layer: int) -> dict[int, int]:
         """Return expert -> slot of a layer, as it is now."""
-        with self._lock:
+        with self._own():
             return dict(self._state(layer).table.slot_of)
 
     def experts(
@@ -271,6 +307,10 @@ class StreamedStore(ExpertStore):
             ExpertFileError: A block could not be read; the next call tries again.
         """
         check_call(layer, x, ids, weights)
+        with self._lock:
+            if self._handshake is not None and self._handshake.serves(layer):
+                slots, bank = self._handshake.slots(layer, ids), self.bank(layer)
+                return self.compute_slots(x, slots, weights, bank)
         with self.exclusive():
             call = self.begin_load(layer, ids, weights, ahead=ahead)
             self.wait(call)
@@ -279,10 +319,18 @@ class StreamedStore(ExpertStore):
             return y
 
     @contextmanager
+    def _own(self) -> Iterator[None]:
+        """Hold the store with the slots of all layers: what was lent is taken back."""
+        with self._lock:
+            if self._handshake is not None:
+                self._handshake.take_back()
+            yield
+
+    @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold the store for a whole step: no other thread changes slots meanwhile. After an error
         or interrupt no read is under way."""
-        with self._lock:
+        with self._own():
             if self._released:
                 self.restore()
             try:
@@ -443,6 +491,8 @@ class StreamedStore(ExpertStore):
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
         """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""
         with self._lock:
+            if self._handshake is not None and self._handshake.lends(layer):
+                return None
             state = self._state(layer)
             return (
                 (state.bank.current.experts, state.device_table()) if self._whole(state) else None
@@ -450,6 +500,8 @@ class StreamedStore(ExpertStore):
 
     def count(self, tokens: int, layer: int | None = None) -> None:
         """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""
+        if self._handshake is not None and self._handshake.stepping:
+            return  # it counts when the step has ended
         for state in self._layers.values() if layer is None else (self._layers[layer],):
             state.stats.tokens += tokens
             state.tokens += tokens
@@ -460,7 +512,7 @@ class StreamedStore(ExpertStore):
 
     def preload(self, layers: Iterable[int] | None = None) -> None:
         """Fill free slots with the experts of lowest ids; they count as reads, not as misses."""
-        with self._lock:
+        with self._own():
             for layer in self.layers if layers is None else layers:
                 self._state(layer).fill(self._events)
 
@@ -468,7 +520,7 @@ class StreamedStore(ExpertStore):
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
     ) -> bool | None:
         """See :meth:`~mlx_moeflux.experts.store.Streaming.read_missing`."""
-        with self._lock:
+        with self._own():
             if self._closed or layer not in self.layers:
                 return None
             state = self._state(layer)
@@ -494,7 +546,7 @@ class StreamedStore(ExpertStore):
 
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses the victims of a smaller bank."""
-        with self._lock:
+        with self._own():
             self._end_trial()
             if self._decode_steps is not None:
                 self._decode_steps.disturb()
@@ -507,7 +559,7 @@ class StreamedStore(ExpertStore):
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots. Memory exceeds the larger of before and after by at
         most one layer's bank."""
-        with self._lock:
+        with self._own():
             self._end_trial()
             changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
             for layer in sorted(changes, key=changes.__getitem__):  # smaller banks first
@@ -519,7 +571,7 @@ class StreamedStore(ExpertStore):
     def release(self) -> None:
         """See :meth:`~mlx_moeflux.experts.store.Rest.release`. The same experts are read into the
         same slots; they count as reads, not as misses."""
-        with self._lock:
+        with self._own():
             if self._closed:
                 return
             self.generation += 1
@@ -532,14 +584,14 @@ class StreamedStore(ExpertStore):
         """See :meth:`~mlx_moeflux.experts.store.Rest.restore`."""
         if not self._released:
             return
-        with self._lock:
+        with self._own():
             for layer in self.layers:
                 self._recovered(layer).restore()
             self._released = False
 
     def close(self) -> None:
         """Wait for reads; free banks, files and threads. A second call does nothing."""
-        with self._lock:
+        with self._own():
             if self._closed:
                 return
             self._closed = True

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_moeflux.backend import clear_at_thread_end
 from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES, kept, reshape
+from mlx_moeflux.kernels.runtime.cuda.handshake import Pull, pull_for
 from mlx_moeflux.kernels.runtime.cuda.upload import (
     Uploads,
     address_of,
@@ -26,6 +27,7 @@ from mlx_moeflux.kernels.runtime.launcher import backend, cuda_files
 from mlx_moeflux.kernels.runtime.packing import largest_buffer
 
 __all__ = [
+    "Pull",
     "Uploads",
     "address_of",
     "backend",
@@ -37,6 +39,7 @@ __all__ = [
     "kind",
     "largest_buffer",
     "open_files",
+    "pull_for",
     "reshape",
     "settle",
     "upload_bytes",
