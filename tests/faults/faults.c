@@ -10,19 +10,22 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { NONE, SHORT, FAILS, INTERRUPTED, WRONG, SLOW, GONE };
+enum { NONE, SHORT, FAILS, INTERRUPTED, WRONG, SLOW, GONE, STALLS };
 
 static char where[256];
 static int mode, every;
-static atomic_long calls, faults;
+static atomic_long calls, faults, most;
 
 /* Let every `n`th read of a file with `text` in its path go wrong. */
 void set_fault(int kind, int n, const char *text) {
   mode = kind;
   every = n;
   snprintf(where, sizeof where, "%s", text);
-  calls = faults = 0;
+  calls = faults = most = 0;
 }
+
+/* Let so many reads go wrong, and then no more; 0: all. */
+void limit_faults(long n) { most = n; }
 
 long count_faults(void) { return faults; }
 
@@ -32,7 +35,7 @@ static int fault_of(int fd) {
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   ssize_t n = readlink(link, path, sizeof path - 1);
   path[n > 0 ? n : 0] = 0;
-  if (!strstr(path, where) || ++calls % every) return NONE;
+  if (!strstr(path, where) || ++calls % every || (most && faults >= most)) return NONE;
   faults++;
   return mode;
 }
@@ -50,6 +53,7 @@ ssize_t preadv64(int fd, const struct iovec *pieces, int count, off_t offset) {
     return -1;
   }
   if (fault == SLOW) usleep(5000);
+  if (fault == STALLS) sleep(1);
   if (fault == SHORT) {
     size_t left = 0;
     for (int i = 0; i < count; i++) left += pieces[i].iov_len;
