@@ -171,7 +171,8 @@ def _launches(
 
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
     S = s.keys + -(-n // s.step) * s.step
-    arrays = x(1, 32, n, 128), x(1, n, 32), x(1, 1, S, 128)
+    heads = min(32, s.heads)
+    arrays = x(1, heads, n, 128), x(1, n, heads), x(1, 1, S, 128)
     return arrays, {"k": max(1, s.keys // 4), "length": s.keys + n}
 
 
