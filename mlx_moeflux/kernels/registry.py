@@ -131,6 +131,11 @@ class Dispatcher:
         self.fallbacks: dict[str, tuple[int, str]] = {}
         self.called = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        """Return itself: a copied layer computes with the same kernels, which cannot be copied once
+        they are compiled."""
+        return self
+
     def __repr__(self) -> str:
         return f"Dispatcher({self.name!r}, {self.active()!r})"
 
@@ -339,11 +344,6 @@ class Kernels:
 
     def __getitem__(self, name: str) -> Dispatcher:
         return self._operations[name]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kernels:
-        """Return itself: a copied layer computes with the same operations, whose tables of trials
-        hold functions that cannot be copied."""
-        return self
 
     def __repr__(self) -> str:
         return f"Kernels({self.names()})"

@@ -330,7 +330,10 @@ class StreamedStore(ExpertStore):
     def exclusive(self) -> Iterator[None]:
         """Hold the store for a whole step: no other thread changes slots meanwhile. After an error
         or interrupt no read is under way."""
-        with self._own():
+        # As in `_own`, whose frames each layer of a step would pay for.
+        with self._lock:
+            if self._handshake is not None:
+                self._handshake.take_back()
             if self._released:
                 self.restore()
             try:
