@@ -1,4 +1,4 @@
-"""What a user types for a model: a path, a hub id or a short name, a revision, a GGUF model."""
+"""Parses the name of a model: a path, a hub id or a short name, a revision, a GGUF model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _unknown(name: str, place: str) -> CheckpointError:
 
 
 def _written() -> dict[str, str]:
-    """What people write for a model, in lower case -> its short name."""
+    """Return a map from repositories and short names, in lower case, to short names."""
     names: dict[str, str] = {}
     for known in catalogue().values():
         for repository in filter(None, (known.original, known.mlx, known.gguf)):

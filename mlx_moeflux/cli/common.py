@@ -267,7 +267,7 @@ def given_prompt(args: argparse.Namespace) -> str | None:
         return args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     if getattr(args, "distributed", False) or not _is_redirected(sys.stdin):
         return None
-    # Whoever starts this with an open pipe, and did not mean it, would see a program that hangs.
+    # Without this line a program that left the pipe open would see a process that hangs.
     if not select.select([sys.stdin], [], [], NOTICE_SECONDS)[0]:
         print("waiting for the prompt on standard input; --prompt gives one", file=sys.stderr)
     return _standard_input() or None

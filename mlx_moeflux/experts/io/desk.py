@@ -86,7 +86,7 @@ class Shelf:
 
 
 class Memory:
-    """What kernels and threads share, for calls of `k` experts of every layer that `reader` has.
+    """Memory that kernels and threads share, for calls of `k` experts of each layer of `reader`.
 
     locked: Allocates memory that both reach at the same address. words: uint64 of all layers.
     boxes: Layer -> address of its words. staging: Address of the bytes that are read.

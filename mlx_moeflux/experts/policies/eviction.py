@@ -62,8 +62,8 @@ class ExpertRequest(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a policy knows of a layer, for threads without an interpreter: the resident with the
-    lowest score leaves, of equal ones the lowest id.
+    """A policy's scores of the experts of a layer, for threads without an interpreter. The resident
+    with the lowest score leaves, of equal ones the lowest id.
 
     of: Expert -> score above 0; others have 0. base: Subtracted from the exponent of a use's
     weight; of a policy whose rate is 0 the highest score, which grows by 1 with each use.

@@ -21,7 +21,7 @@ from mlx_moeflux.experts.streaming.layer import StreamedLayer
 from mlx_moeflux.experts.streaming.slots import EMPTY
 from mlx_moeflux.kernels.runtime import device
 
-# A kernel waits no longer for the host; then its step is made on the other path.
+# A kernel waits at most this long for the host. Then the other path repeats its step.
 WAIT_SECONDS = 1.5
 
 
