@@ -158,11 +158,11 @@ class LoadOptions:
         "Policy of reading ahead: a name or an object; default none.",
         Flag("policy of reading ahead, see 'policies'; default none"),
     )
-    handshake: bool | None = option(
-        None,
+    handshake: bool = option(
+        True,
         "Decode one sequence with kernels that wait for experts on the GPU, instead of returning "
-        "to Python in each layer; NVIDIA only, results keep their bits. Default: no.",
-        Flag("kernels that wait for experts (NVIDIA, one sequence)", bool),
+        "to Python in each layer, where nothing excludes it (NVIDIA). Results keep their bits.",
+        Flag("return to Python in each layer of a decode step, also on NVIDIA", bool),
     )
     keep_all_ahead: bool = option(
         False,

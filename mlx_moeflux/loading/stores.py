@@ -22,7 +22,6 @@ from mlx_moeflux.experts.io.native_pool import NativePool, staging_bytes
 from mlx_moeflux.experts.io.readers import PAGE_CACHED, Reader, check_methods, check_reader
 from mlx_moeflux.experts.io.replicas import open_readers
 from mlx_moeflux.experts.policies.eviction import is_known, make_eviction
-from mlx_moeflux.experts.policies.named import label
 from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
 from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
 from mlx_moeflux.experts.resident import ResidentStore
@@ -134,29 +133,12 @@ def make_store(
 def _handshake(
     options: LoadOptions, reader: Reader, prefetch: object, part: Part | None, k: int
 ) -> device.Pull | None:
-    """Return the kernel that waits for the `k` experts of a token, or None.
-
-    Raises:
-        InputError: It was asked for, and something excludes it.
-    """
-    if not options.handshake:
-        return None
-    pull = device.pull_for(k)
-    obstacles = {
-        "safe": options.safe,
-        "events": options.events is not None,
-        "a prefetcher": prefetch is not None,
-        "several ranks": part is not None,
-        f"the eviction {label(options.eviction)}": not is_known(make_eviction(options.eviction)),
-        f"the reader {reader.name}, or no C compiler": not NativePool.serves(reader),
-        f"{k} experts a token, or without an NVIDIA GPU": pull is None,
-    }
-    why = next((what for what, there in obstacles.items() if there), None)
-    if why is None:
-        return pull
-    if options.handshake:
-        raise InputError(f"handshake does not work with {why}; leave one out.")
-    return None
+    """Return the kernel that waits for the `k` experts of a token; None where something excludes
+    it, see ``docs/handshake.md``."""
+    wanted = options.handshake and not options.safe and options.events is None
+    alone = prefetch is None and part is None
+    known = wanted and alone and is_known(make_eviction(options.eviction))
+    return device.pull_for(k) if known and NativePool.serves(reader) else None
 
 
 def _shared_bytes(reader: Reader, pull: device.Pull | None) -> int:

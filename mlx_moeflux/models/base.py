@@ -89,6 +89,7 @@ class StreamingModel(Module):
         self.compile_steps: bool | None = None
         self._survey: Survey | None = None
         self._step: Any = None
+        self._waiting: Any = None
         self._segments: Any = None
         # Recordings and hooks, under which steps run operation by operation.
         self._observers, self._generation = 0, (0, failures.generation())
@@ -198,7 +199,7 @@ class StreamingModel(Module):
 
     def forget_steps(self) -> None:
         """Drop all decode traces: a trace keeps the parameters and banks that it captured."""
-        for step in (self._step, self._segments):
+        for step in (self._step, self._waiting, self._segments):
             if step is not None:
                 step.forget()
 
@@ -623,6 +624,7 @@ class StreamingModel(Module):
         """Free the expert bank, its files and threads. A closed model cannot run."""
         if self._store is not None:
             self._store.close()
+        self.forget_steps()
         for table in self._tables.values():
             table.close()
         forget_dense(self)

@@ -309,7 +309,7 @@ class SegmentedStep:
 
     def fits(self, pairs: int) -> bool:
         """Return True if every layer has slots for `pairs` (token, expert) pairs."""
-        return pairs <= min(MOST_PAIRS, *self._model().store.steps.slots.values())
+        return pairs <= min([MOST_PAIRS, *self._model().store.steps.slots.values()])
 
     def forget(self) -> None:
         """Drop the traces, after parameters or kernels were replaced."""

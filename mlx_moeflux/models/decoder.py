@@ -102,6 +102,8 @@ class DecoderModel(StreamingModel):
         self._kernels.references_only(self.training)  # a new module is in training mode
         self._router = router or self.make_router(config, self._kernels)
         self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
+        # Its traces hold kernels that wait, and serve steps alone that a host answers.
+        self._waiting = CompiledStep(self._forward)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = self.TEXT_MODEL(config, layers, self._kernels)
         if not config.tie_word_embeddings:
@@ -352,7 +354,8 @@ class DecoderModel(StreamingModel):
         errors = suppress(RuntimeError, ValueError, MoefluxError)
         with errors, transaction(cache), handshake.step():
             self._drop_old_traces()
-            logits = self._step(tokens, cache) if self._compiles else self._forward(tokens, cache)
+            step = self._waiting if self._compiles else self._forward
+            logits = step(tokens, cache)
             device.settle()
             mx.eval(logits)
             return logits

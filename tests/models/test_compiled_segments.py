@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts.io import native_pool
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
@@ -35,6 +35,21 @@ def opened(**options):
     options = {"expert_memory": "40%", "dtype": mx.float32, "kernels": "reference"} | options
     options["prefetch"] = prefetch_of(options.get("prefetch"))
     return load_model(BUNDLED_MODEL, **options)
+
+
+@pytest.mark.parametrize("memory", ["40%", "100%", "all slots"])
+def test_a_closed_model_takes_no_step_from_its_traces(memory):
+    with opened(expert_memory="40%" if memory == "all slots" else memory) as model:
+        if memory == "all slots":
+            model.store.resize_all(dict.fromkeys(model.store.layers, model.store.num_experts))
+            model.store.preload()
+        model.compile_steps, cache = True, model.make_cache()
+        for token in range(3):
+            mx.eval(model(mx.array([[token]]), cache))
+        assert model._step.traces + model._segments.traces > 0
+        model.close()
+        with pytest.raises(InputError, match="closed"):
+            model(mx.array([[3]]), cache)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +231,8 @@ def test_two_threads_take_turns():
 )
 def test_segments_on_a_gpu(options):
     tokens = tokens_of(60)
-    with load_model(BUNDLED_MODEL, expert_memory="40%", **options) as model:
+    options |= {"expert_memory": "40%", "handshake": False}
+    with load_model(BUNDLED_MODEL, **options) as model:
         a, b = (steps(model, tokens, traced=traced, prompt=20) for traced in (True, False))
         assert mx.isfinite(a).all().item()
         assert mx.array_equal(a, b).item()

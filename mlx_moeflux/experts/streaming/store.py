@@ -489,7 +489,7 @@ class StreamedStore(ExpertStore):
     @property
     def stays_on_device(self) -> bool:
         """True if all calls are lazy."""
-        return all(map(self._whole, self._layers.values()))
+        return not self._closed and all(map(self._whole, self._layers.values()))
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
         """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""

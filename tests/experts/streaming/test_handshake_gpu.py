@@ -47,7 +47,7 @@ def test_bits_and_hits(tmp_path, right, slots, eviction, reader):
         assert all_right(list(run(model)), right)
         steps = sum(count for kind, count in TURNS if kind == "steps")
         assert model.store.ways == f"handshake: {steps} steps"
-        assert model._step.traces, "its steps are traced"
+        assert model._waiting.traces, "its steps are traced"
         replayed = simulate(Trace.open(file), model.store.slots, eviction=eviction)
         total = model.store.stats().total
         assert (total.hits, total.misses) == (replayed.total.hits, replayed.total.misses)
@@ -58,9 +58,23 @@ def test_a_trace_stands_for_all_steps_of_a_reply(right):
         results = run(model)
         for _ in range(3):
             next(results)
-        traces = model._step.traces
+        traces = model._waiting.traces
         list(results)
-        assert model._step.traces == traces
+        assert model._waiting.traces == traces
+
+
+def test_a_model_that_has_all_experts_needs_no_host(right):
+    """Traces of steps that wait are not those of a model whose slots hold every expert."""
+    with load_model(BUNDLED_MODEL, expert_memory="90%", handshake=True, expert_threads=2) as model:
+        model.store.resize_all(dict.fromkeys(model.store.layers, model.store.num_experts))
+        results = run(model)
+        found = [next(results) for _ in range(3)]
+        steps = model.store._handshake.steps
+        assert steps > 0
+        model.store.preload()
+        assert model.experts_stay_on_device
+        assert all_right(found + list(results), right)
+        assert model.store._handshake.steps == steps
 
 
 def test_slots_hold_what_the_table_says(right):

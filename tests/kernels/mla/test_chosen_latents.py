@@ -14,7 +14,7 @@ from mlx_moeflux.kernels.mla.chosen_latents import (
     chosen_latent_attention,
     chosen_latent_attention_fused,
 )
-from mlx_moeflux.kernels.mla.latent import HeadMatrices, latent_attention
+from mlx_moeflux.kernels.mla.latent import HeadMatrices, latent_attention, takes_values
 from tests.kernels.attention.test_attention import naive, truth
 from tests.kernels.experts import dense, random_matrix
 from tests.kernels.harness import Case, error, launched, one_rounding
@@ -176,8 +176,13 @@ def test_it_is_two_launches():
         call = Chosen(*sizes, **options)
         with launched() as names:
             chosen_latent_attention_fused(*call.arrays, **call.options)
-        last = "attend_values" if "values" in options else "attend_combine"
-        assert names == ["attend_chosen_latents", last]
+        last, values = ["attend_combine"], call.options.get("values")
+        if values is not None:
+            # The rows of CUDA are too long for matrices that are so small.
+            one = takes_values(values, call.arrays[2].shape[-1])
+            assert one or mx.cuda.is_available()
+            last = ["attend_values"] if one else [*last, "head_narrow"]
+        assert names == ["attend_chosen_latents", *last]
 
 
 def test_what_does_not_fit_is_refused():
