@@ -87,7 +87,8 @@ def make_store(
         asked = AUTO if options.expert_memory is None else options.expert_memory
         K = min(model.router.num_experts_per_tok, E)
         handshake = _handshake(options, reader, prefetch, part, K)
-        plan = make_plan(
+        planned = partial(
+            make_plan,
             asked,
             {layer: layout.nbytes for layer, layout in layouts.items()},
             num_experts=E,
@@ -97,9 +98,16 @@ def make_store(
             kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
             memory=memory,
             reader=reader.name + (f" from {len(places)} places" if len(places) > 1 else ""),
-            staging_bytes=staging_bytes(reader, threads) + _shared_bytes(reader, handshake),
             reserved=options.reserved_memory,
         )
+        staging = staging_bytes(reader, threads)
+        try:
+            plan = planned(staging_bytes=staging + _shared_bytes(reader, handshake))
+        except MemoryBudgetError:
+            if handshake is None:
+                raise
+            handshake = None
+            plan = planned(staging_bytes=staging)
         _check_buffers(plan, layouts)
         if plan.resident and given is None:
             reader.close()

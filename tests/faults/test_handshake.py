@@ -67,7 +67,7 @@ def test_whatever_goes_wrong(tmp_path, packed, where, rounds):
     assert found["other path"] > rounds / 20, found
     assert found["fails: right"] > rounds / 50, found
     assert found["steps afterwards"] > rounds, found
-    assert told["longest"] < 2.0, told
+    assert max(told["longest"].values()) < 2.0, told
 
 
 CHILD = """

@@ -4,6 +4,7 @@ tests/kernels/runtime/test_cuda_handshake.py runs the kernel's own text."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from mlx_moeflux.cli.common import stats_table
 from mlx_moeflux.conversion.convert import convert
-from mlx_moeflux.errors import ExpertFileError, InputError, UnsupportedError
+from mlx_moeflux.errors import ExpertFileError, InputError, MemoryBudgetError, UnsupportedError
 from mlx_moeflux.experts.io import desk
 from mlx_moeflux.experts.policies.eviction import LFU
 from mlx_moeflux.experts.streaming import handshake
@@ -442,6 +443,11 @@ def test_models_that_cannot(path, pulls, open_store, monkeypatch):
         {"eviction": LFU(float("inf"))},
     ):
         assert not waits(**option), option
+    # Memory that kernels and threads share would leave no slots.
+    with pytest.raises(MemoryBudgetError, match="smallest budget") as refused:
+        load_model(path, expert_memory=1)
+    (least,) = re.findall(r"works is (\d+) bytes", str(refused.value))
+    assert not waits(expert_memory=int(least))
     with monkeypatch.context() as patch:
         patch.setattr(device, "pull_for", lambda k: None)
         assert not waits()
