@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -82,8 +83,9 @@ def begin_faults(shim, kind, every, chance):
     shim.limit_faults(chance < 0.6)
 
 
-def disturb(on_gpu, over):
-    """Free MLX's memory and build kernels, in a thread of its own."""
+def disturb(on_gpu, over, builds):
+    """Free MLX's memory and build kernels, in a thread of its own. A step
+    that needs MLX waits for a build, without the handshake as well: `builds` gets [begin, end]."""
     for i in itertools.count():
         if over.wait(0.02):
             return
@@ -96,7 +98,15 @@ def disturb(on_gpu, over):
             )
             launch = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1)}
             (x,) = kernel(inputs=[x], output_shapes=[(64,)], output_dtypes=[mx.float32], **launch)
+            builds.append([time.monotonic(), math.inf])
         mx.eval(x)
+        if builds:
+            builds[-1][1] = min(builds[-1][1], time.monotonic())
+
+
+def shared(builds, start, end):
+    """Seconds of `builds` from `start` to `end`."""
+    return sum(max(0.0, min(b, end) - max(a, start)) for a, b in list(map(tuple, builds)))
 
 
 def main(path, rounds, on_gpu):
@@ -120,7 +130,8 @@ def main(path, rounds, on_gpu):
         assert all(map(np.array_equal, text(model, ids), right))
     model.store._handshake.off = None
     found, longest, steps, over = Counter(), {}, 0, threading.Event()
-    disturbing = threading.Thread(target=disturb, args=(on_gpu, over))
+    builds: list[list[float]] = []
+    disturbing = threading.Thread(target=disturb, args=(on_gpu, over, builds))
     disturbing.start()
     for number in range(rounds):
         (kind,) = chance.choices([*CHANCES], [*CHANCES.values()])
@@ -159,7 +170,8 @@ def main(path, rounds, on_gpu):
                 outcome = "interrupted"
         except KeyboardInterrupt:
             outcome = "interrupted"
-        took = time.monotonic() - start
+        end = time.monotonic()
+        took = end - start - shared(builds, start, end)
         if kind == "stalls":
             # Reads of one call may stall one after another.
             allowed = 1.0 * shim.count_faults()
@@ -186,7 +198,8 @@ def main(path, rounds, on_gpu):
     disturbing.join()
     steps += model.store._handshake.steps
     model.close()
-    print(json.dumps({"found": found, "longest": longest, "steps": steps}))  # noqa: T201
+    built = max((b - a for a, b in builds), default=0.0)
+    print(json.dumps({"found": found, "longest": longest, "steps": steps, "built": built}))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def steps(model, tokens: mx.array, cache, start: int, stop: int) -> list[mx.arra
 
 
 def traces(model) -> int:
-    return model._step.traces + model._segments.traces
+    return model._step.traces + model._waiting.traces + model._segments.traces
 
 
 def told(kind: str, B: int, compiles: bool, **options):

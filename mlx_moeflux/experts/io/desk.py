@@ -134,11 +134,18 @@ class Desk:
             *(len(shelves), memory.k, pool.reader.alignment, STEP, memory.room, memory.parts),
             *(min(pool.count, max(_cores() - 2, 1), MOST_READERS), rate),
         )
-        self._handle = pool.library.desk_open(ctypes.byref(plan))
-        if not self._handle:
-            raise RuntimeError("the system gives no more threads or memory")
+        self._handle = c_void_p()
         used = memory, self._structs, self._counts, shelves
-        self._end = weakref.finalize(self, _close, pool.library, self._handle, used)
+        # Before there are threads: an interrupt after they have begun must not leave them.
+        weakref.finalize(self, _close, pool.library, self._handle, used)
+        pool.library.desk_open(ctypes.byref(self._handle), ctypes.byref(plan))
+        if not self.open:
+            raise RuntimeError("the system gives no more threads or memory")
+
+    @property
+    def open(self) -> bool:
+        """False after :meth:`close`, which the other methods must not follow."""
+        return self._handle.value is not None
 
     @property
     def turn(self) -> int:
@@ -190,14 +197,15 @@ class Desk:
 
     def close(self) -> None:
         """End the threads, which waits for reads under way, and note the bases of the scores."""
-        self._end()
+        _close(self._pool.library, self._handle, None)
         for shelf, struct in zip(self.shelves.values(), self._structs, strict=True):
             shelf.base = struct.base
 
 
-def _close(library: ctypes.CDLL, handle: int, used: object) -> None:
-    """End the threads. used: What they use; it lives until then, also if all of it is garbage."""
-    library.desk_close(handle)
+def _close(library: ctypes.CDLL, handle: c_void_p, used: object) -> None:
+    """End the threads, once. used: What they use; it lives until then, also if all of it is
+    garbage."""
+    library.desk_close(ctypes.byref(handle))
 
 
 def _cores() -> int:

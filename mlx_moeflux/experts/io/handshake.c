@@ -313,23 +313,28 @@ int desk_failure(Desk *desk, Failure *failure) {
   return GET(&desk->failed) || GET(&desk->plan.words[ABORT]);
 }
 
-/* End the threads, which waits for reads that are under way. */
-void desk_close(Desk *desk) {
+/* End the threads, which waits for reads that are under way, and set the pointer to NULL. Where it is
+   that, nothing is left to do. */
+void desk_close(Desk **at) {
+  Desk *desk = *at;
+  if (!desk) return;
   pthread_mutex_lock(&desk->lock);
   PUT(&desk->plan.words[ABORT], 1);
   PUT(&desk->stop, 1);
   pthread_cond_broadcast(&desk->wake);
   pthread_mutex_unlock(&desk->lock);
   for (int i = 0; i < desk->threads; i++) pthread_join(desk->ids[i], NULL);
+  *at = NULL;
   free(desk->batch);
   free(desk->first);
   free(desk);
 }
 
-/* Begin the threads; return NULL if the system gives none or no memory. */
-Desk *desk_open(const Plan *plan) {
-  Desk *desk = aligned_alloc(128, up(sizeof *desk, 128));
-  if (!desk) return NULL;
+/* Begin the threads, and keep them where the caller finds them also if it is interrupted as this
+   returns; NULL if the system gives none or no memory. */
+void desk_open(Desk **at, const Plan *plan) {
+  Desk *desk = *at = aligned_alloc(128, up(sizeof *desk, 128));
+  if (!desk) return;
   memset(desk, 0, sizeof *desk);
   desk->plan = *plan;
   desk->batch = calloc(1, sizeof(Batch) + plan->parts * sizeof(Part));
@@ -342,7 +347,5 @@ Desk *desk_open(const Plan *plan) {
     refused = pthread_create(&desk->ids[i], NULL, i ? read_parts : answer_turns, desk) != 0;
     desk->threads += !refused;
   }
-  if (!refused) return desk;
-  desk_close(desk);
-  return NULL;
+  if (refused) desk_close(at);
 }

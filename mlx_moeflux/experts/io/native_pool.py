@@ -119,7 +119,7 @@ def library() -> ctypes.CDLL | None:
     )
     found.batch_abandon.argtypes = c_void_p, c_void_p
     found.batch_wait.argtypes = c_void_p, c_void_p, c_int64
-    found.desk_open.restype, found.desk_open.argtypes = c_void_p, (c_void_p,)
+    found.desk_open.restype, found.desk_open.argtypes = None, (c_void_p,) * 2
     found.desk_ended.argtypes, found.desk_failure.argtypes = (c_void_p, c_int64), (c_void_p,) * 2
     for name in ("begin", "abort", "close"):
         function = getattr(found, f"desk_{name}")

@@ -185,13 +185,13 @@ class Handshake:
         """End a step that failed: no kernel and no thread writes any more, and slots that it filled
         are empty, because their blocks may be incomplete."""
         desk = self._desk
-        if desk is not None:
+        if desk is not None and desk.open:
             desk.abort()
             self._pull.finish()
             desk.wait()
             for shelf in desk.shelves.values():
                 shelf.expert_of[shelf.since == desk.turn] = EMPTY
-            self._return()
+        self._return()
 
     def _return(self) -> None:
         desk = self._desk

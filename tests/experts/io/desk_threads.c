@@ -47,7 +47,8 @@ int main(void) {
                          SLOTS, EXPERTS, 0, 0};
   }
   Plan plan = {shelves, common, staging, LAYERS, K, 1, CHUNK, CHUNK, PARTS, 4, 1.0 / 32};
-  Desk *desk = desk_open(&plan);
+  Desk *desk;
+  desk_open(&desk, &plan);
   for (int step = 1; step <= STEPS; step++) {
     if (step % 100 == 0) usleep(8000); /* the threads doze */
     int aborts = step % 61 == 0, fails = step % 127 == 0;
@@ -76,14 +77,15 @@ int main(void) {
     failed++;
     if (failure.outcome.error != (fails ? EIO : 0)) return 2;
     /* Slots of this step may be incomplete. */
-    desk_close(desk);
+    desk_close(&desk);
     file.fd = fd;
     for (int i = 0; i < LAYERS; i++)
       for (int s = 0; s < SLOTS; s++)
         if (expert_of[i][s] >= 0 && since[i][s] == (int64_t)turn) slot_of[i][expert_of[i][s]] = -1, expert_of[i][s] = -1;
-    if (!(desk = desk_open(&plan))) return 3;
+    desk_open(&desk, &plan);
+    if (!desk) return 3;
   }
-  desk_close(desk);
+  desk_close(&desk);
   unlink(name);
   printf("%ld compared, %ld differ, %ld steps failed\n", compared, differ, failed);
   return differ != 0;
