@@ -84,8 +84,8 @@ def begin_faults(shim, kind, every, chance):
 
 
 def disturb(on_gpu, over, builds):
-    """Free MLX's memory and build kernels, in a thread of its own. A step
-    that needs MLX waits for a build, without the handshake as well: `builds` gets [begin, end]."""
+    """Free MLX's memory and build kernels, in a thread of its own. `builds` gets [begin, end] of
+    each, which is not counted as time of a step."""
     for i in itertools.count():
         if over.wait(0.02):
             return
