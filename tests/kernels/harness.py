@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,14 @@ def require(reason: str | None, variable: str) -> None:
     if os.environ.get(variable) == "1":
         pytest.fail(f"{reason}, and {variable}=1")
     pytest.skip(reason)
+
+
+def usually(every: Sequence[Any], usual: Collection[int]) -> list[Any]:
+    """Parameters of a test: by default those whose places are `usual`, the others with -m slow."""
+    return [
+        pytest.param(each, marks=[pytest.mark.slow] * (i not in usual))
+        for i, each in enumerate(every)
+    ]
 
 
 def scratch_kernel(name: str, **options: Any) -> MetalKernel:

@@ -62,13 +62,20 @@ def test_every_number_arrives(device, sizes):
     assert np.abs(float64(dequantise(stored, dtype)) - truth).max() <= unit * np.abs(truth).max()
 
 
-@pytest.mark.parametrize("mode", BLOCK_MODES)
-def test_every_number_of_blocks_arrives(device, mode):
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        # By default each mode in one of the dtypes, in turns.
+        pytest.param(mode, dtype, marks=[pytest.mark.slow] * (i % 3 != j), id=f"{mode}-{dtype}")
+        for i, mode in enumerate(BLOCK_MODES)
+        for j, dtype in enumerate((F32, BF16, F16))
+    ],
+)
+def test_every_number_of_blocks_arrives(device, mode, dtype):
     stored, truth = in_blocks(mode)
-    for dtype in (F32, F16, BF16):
-        for y in (dequantise_fused(stored, dtype), dequantise(stored, dtype)):
-            assert y.dtype == dtype
-            assert np.array_equal(float64(y), rounded(truth, dtype))
+    for y in (dequantise_fused(stored, dtype), dequantise(stored, dtype)):
+        assert y.dtype == dtype
+        assert np.array_equal(float64(y), rounded(truth, dtype))
 
 
 def test_rows_of_a_matrix(device):

@@ -26,7 +26,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.models.layers import Applied
 from tests.kernels import harness
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import DTYPES, Case, error, float64
+from tests.kernels.harness import DTYPES, Case, error, float64, usually
 
 EPS = 1e-5
 # tokens, C, (rows, bits, group) of each matrix, dtype
@@ -57,6 +57,21 @@ SIZES = [
     (1, 288, [(9, "q5_0", 0), (4, "q4_1", 0)], mx.float32),
     (1, 32, [(4100, "q4_0", 0)], mx.float32),
 ]
+# By default no second size for the same parts. A residual is added to the result of one matrix: in
+# words, of floats, with shared columns, in blocks. The normalised rows are a
+# result beside those of one matrix or several.
+WITH_NORM = {0, 1, 2, 3, 5, 6, *range(9, 18)}
+WITH_RESIDUAL = {2, 5, 6, 11, 12}
+WITH_ROWS = {0, 2, 6, 11, 16}
+CALLS = [
+    pytest.param(
+        sizes, with_norm, not with_norm,
+        marks=[pytest.mark.slow] * (i not in usual),
+        id=f"{'-'.join(map(str, sizes[:3]))}-{'norm' if with_norm else 'residual'}",
+    )
+    for with_norm, usual in ((True, WITH_NORM), (False, WITH_RESIDUAL))
+    for i, sizes in enumerate(SIZES)
+]  # fmt: skip
 
 
 def arguments(sizes, *, with_norm, residual):
@@ -88,8 +103,7 @@ def limits(args, options, truths):
     ]
 
 
-@pytest.mark.parametrize(("with_norm", "residual"), [(True, False), (False, True)])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
+@pytest.mark.parametrize(("sizes", "with_norm", "residual"), CALLS)
 def test_agrees_with_float64(device, sizes, with_norm, residual):
     args, options, truths = arguments(sizes, with_norm=with_norm, residual=residual)
     outputs = project_fused(*args, **options)
@@ -174,7 +188,9 @@ def test_wrong_arguments():
             call()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
+@pytest.mark.parametrize(
+    "sizes", usually(SIZES, WITH_ROWS), ids=lambda sizes: "-".join(map(str, sizes[:3]))
+)
 def test_gives_the_normalised_rows_too(device, sizes):
     args, options, _ = arguments(sizes, with_norm=True, residual=False)
     if len(args[1]) == 2:
@@ -190,8 +206,15 @@ def test_gives_the_normalised_rows_too(device, sizes):
 
 
 # By (1, 2) and (3, 1) no kernel takes them: they are split.
-@pytest.mark.parametrize("structure", [(4,), (2, 2), (1, 2), (3, 1)])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("structure", "dtype"),
+    [
+        # By default each structure in one of the dtypes, in turns.
+        pytest.param(structure, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, structure in enumerate(((4,), (2, 2), (1, 2), (3, 1)))
+        for j, dtype in enumerate((mx.float32, mx.bfloat16))
+    ],
+)
 def test_matrices_one_behind_another_are_as_if_apart(device, dtype, structure):
     rng = np.random.default_rng(3)
     apart, together = [], []
@@ -355,7 +378,7 @@ def joined(x, weights, **options):
     return [row[:, at : at + width] for at, width in zip(places, widths, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dtype", usually([mx.float32, mx.bfloat16], {1}))
 def test_joined_results_are_the_same_bits(device, dtype):
     rng = np.random.default_rng(7)
     weights = []

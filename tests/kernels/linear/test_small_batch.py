@@ -163,12 +163,18 @@ SHARED = [
 shared_arguments = test_add_shared.arguments
 
 
-@pytest.mark.parametrize("routed", [True, False])
 @pytest.mark.parametrize(
-    ("sizes", "scored"),
-    [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
-    ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
-)
+    ("sizes", "scored", "routed"),
+    [
+        # By default one without experts.
+        pytest.param(
+            sizes, i > 0, routed, marks=[pytest.mark.slow] * (not routed and i != 1),
+            id=f"{sizes[0]}-{sizes[3]} bits-{routed}",
+        )
+        for i, sizes in enumerate(SHARED)
+        for routed in (True, False)
+    ],
+)  # fmt: skip
 def test_shared_expert_agrees_with_float64(device, at_once, sizes, scored, routed):
     args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     y = add_shared_rows(*args, **options)

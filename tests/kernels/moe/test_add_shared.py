@@ -15,7 +15,7 @@ from mlx_moeflux.kernels.moe.add_shared import (
     add_shared_fused,
 )
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64
+from tests.kernels.harness import Case, error, float64, usually
 
 # tokens, C, F, bits, group, dtype
 SIZES = [
@@ -57,8 +57,18 @@ def limit_of(args, options, truth):
     return max(2 * error(add_shared(*args, **options), truth), half * np.abs(truth).max())
 
 
-@pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:5])))
+@pytest.mark.parametrize(
+    ("sizes", "scored"),
+    [
+        # By default in words and in blocks one without a score.
+        pytest.param(
+            sizes, scored, marks=[pytest.mark.slow] * (not scored and i not in (0, 8)),
+            id=f"{'-'.join(map(str, sizes[:5]))}-{scored}",
+        )
+        for i, sizes in enumerate(SIZES)
+        for scored in (False, True)
+    ],
+)  # fmt: skip
 def test_agrees_with_float64(device, sizes, scored):
     args, options, truth = arguments(sizes, scored=scored)
     y = add_shared_fused(*args, **options)
@@ -66,7 +76,7 @@ def test_agrees_with_float64(device, sizes, scored):
     assert error(y, truth) <= limit_of(args, options, truth)
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("scored", usually([False, True], {1}))
 @pytest.mark.parametrize("implementation", [add_shared, add_shared_fused, add_shared_dequantised])
 def test_without_experts(device, implementation, scored):
     for sizes in (SIZES[1], SIZES[2]):
@@ -77,12 +87,14 @@ def test_without_experts(device, implementation, scored):
         assert error(implementation(*args, **options), truth) <= limit
 
 
-@pytest.mark.parametrize("scored", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_apart_is_the_same_bits(device, scored):
-    for sizes in SIZES:
-        args, options, _ = arguments(sizes, scored=scored)
-        results = [add_shared_fused(*args, **options, apart_from=n) for n in (1, 1 << 62)]
-        assert mx.array_equal(*results).item()
+@pytest.mark.parametrize("scored", usually([False, True], {1}))
+@pytest.mark.parametrize(
+    "sizes", usually(SIZES, {2, 3, 4, 6, 7}), ids=lambda sizes: "-".join(map(str, sizes[:5]))
+)
+def test_apart_is_the_same_bits(device, sizes, scored):
+    args, options, _ = arguments(sizes, scored=scored)
+    results = [add_shared_fused(*args, **options, apart_from=n) for n in (1, 1 << 62)]
+    assert mx.array_equal(*results).item()
 
 
 def test_wrong_arguments():

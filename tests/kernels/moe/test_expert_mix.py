@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX, expert_mix, e
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs, pair_bytes
 from tests.kernels.cases import PAST
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
-from tests.kernels.harness import Case, emulated, error, launched, patched
+from tests.kernels.harness import Case, emulated, error, launched, patched, usually
 
 IMPLEMENTATIONS = {name: EXPERT_MIX.others[name] for name in ("pairs", "grouped")}
 
@@ -66,13 +66,13 @@ SIZES = [
     (19, 2, 4, 64, 96, 8, 32, mx.float32, 4, False, "geglu"),
     (17, 2, 3, 40, 24, 0, 32, mx.float16, None, True, "geglu"),
 ]
-# Their parts are those of others.
-ALIKE = [SIZES[i] for i in (13, 15, 16, 18, 19, 20, 21, 22, 25, 26, 31, 32)]
+# The parts of the other sizes are those of these.
+USUAL = {*range(4), *range(5, 11), 12, 14, 17, 23, 24, 27, 28, 29, 33, 34}
 
 
 def slow(*sizes):
     """These sizes with -m slow only."""
-    return [pytest.param(each, marks=pytest.mark.slow) for each in sizes]
+    return usually(sizes, ())
 
 
 def implementation_of(sizes):
@@ -105,7 +105,7 @@ def case(
 
 @pytest.mark.parametrize(
     "sizes",
-    [*slow(*ALIKE), *(sizes for sizes in SIZES if sizes not in ALIKE)],
+    usually(SIZES, USUAL),
     ids=lambda sizes: "-".join(map(str, (*sizes[:7], *sizes[11:]))),
 )
 @pytest.mark.parametrize("absent", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])

@@ -37,9 +37,16 @@ def oracle(residual, experts, shared=None, score=None):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("shared", "score"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("shared", "score", "dtype"),
+    [
+        # By default each dtype with one choice of what there is.
+        pytest.param(*given, dtype, marks=[pytest.mark.slow] * (i != j))
+        for i, given in enumerate(((True, True), (True, False), (False, False)))
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_agrees_with_the_formula(implementation, dtype, shared, score):
     made = arguments(3, 84, dtype, shared=shared, score=score)
     y = IMPLEMENTATIONS[implementation](**made)
@@ -48,7 +55,13 @@ def test_agrees_with_the_formula(implementation, dtype, shared, score):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("n", "c"), [(1, 8), (2, 132), (1, 2048), (2, 2060), (1, 4096)])
+@pytest.mark.parametrize(
+    ("n", "c"),
+    [
+        *((1, 8), (2, 132), (2, 2060)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2048), (1, 4096))),
+    ],
+)
 def test_rows_of_every_length(n, c):
     made = arguments(n, c, mx.float32)
     assert error(moe_combine.moe_combine_fused(**made), oracle(**made)) <= ROUNDING[mx.float32]
