@@ -132,6 +132,11 @@ class BaseCache:
         """Return the first column that is not padding of all sequences."""
         return min(self._padding or [0])
 
+    def shorter(self, most: int) -> mx.array | None:
+        """Return which sequences have at most `most` tokens, bool ``[B]``; None: none or all."""
+        found = [self.columns - first <= most for first in self._padding or [0]]
+        return mx.array(found) if any(found) and not all(found) else None
+
     @property
     def left_padding(self) -> mx.array | None:
         """Return the padding columns before each first token, int32 [B], or None if all are 0."""

@@ -139,7 +139,12 @@ class IndexedLatentAttention(LatentAttention):
             rest, few = queries.of(slice(plain, T)), T - plain <= FEW_TOKENS
             positions = self._positions(index, cache, before + plain, T - plain, length)
             if few and rest.latent is not None:
-                outputs.append(self._seen(rest, positions, options))
+                y = self._seen(rest, positions, options)
+                if T == 1 and (short := cache.shorter(budget)) is not None:
+                    # As without the longer sequences beside them.
+                    every = super().attend(queries, None, cache, **options)
+                    y = mx.where(short[:, None, None, None], every, y)
+                outputs.append(y)
             else:
                 hidden = mx.zeros((*positions.shape[:2], length), mx.bool_)
                 mask = mx.put_along_axis(hidden, positions, mx.array(True), axis=-1)[:, None]
