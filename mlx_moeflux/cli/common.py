@@ -153,7 +153,10 @@ def add_load_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add the flags of these options of :class:`~mlx_moeflux.loading.options.LoadOptions`."""
     for name in names:
         flag, default, word = FLAGS[name], getattr(LoadOptions, name), name.replace("_", "-")
-        if flag.kind is bool:
+        if flag.both:
+            both = argparse.BooleanOptionalAction
+            parser.add_argument(f"--{word}", action=both, default=default, help=flag.help)
+        elif flag.kind is bool:
             parser.add_argument(
                 f"--no-{word}" if default else f"--{word}",
                 dest=name,

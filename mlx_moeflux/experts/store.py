@@ -150,7 +150,8 @@ class Streaming(Protocol):
 
     @property
     def ways(self) -> str | None:
-        """Which steps took the handshake, as a phrase; None: the store has none."""
+        """Which steps took the handshake, or why none does, as a phrase; None: nobody asked for
+        it."""
         ...
 
     def residents(self, layer: int) -> dict[int, int]:

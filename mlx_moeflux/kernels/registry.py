@@ -355,7 +355,8 @@ class Kernels:
     def identity(self) -> list[Any]:
         """Return what decides which implementation computes a call: the choices, and what has
         failed its trial on this GPU."""
-        return [self.names(), verdicts.refused() if launcher.backend().checks_first_use else []]
+        refused = verdicts.refused() if launcher.backend().checks_first_use else []
+        return [self.names(), [key for key in refused if key.partition("=")[0] in OPERATIONS]]
 
     def fallbacks(self) -> list[str]:
         """Return a line for each implementation that "auto" chose and that refused, and for each

@@ -38,14 +38,15 @@ class Flag:
     """An option on the command line; its name and default are those of the field.
 
     help: A phrase. kind: Makes the value of a text; bool: there is none, the flag gives the other
-    value than the default. metavar: The value in the help. ranks: It belongs to commands that
-    ``mlx.launch`` starts on several machines.
+    value than the default. both: Of a bool: ``--x`` gives True and ``--no-x`` False. metavar: The
+    value in the help. ranks: It belongs to commands that ``mlx.launch`` starts on several machines.
     """
 
     help: str
     kind: Callable[[str], Any] = str
     metavar: str | None = None
     ranks: bool = False
+    both: bool = False
 
 
 def paths(text: str) -> list[str]:
@@ -158,11 +159,13 @@ class LoadOptions:
         "Policy of reading ahead: a name or an object; default none.",
         Flag("policy of reading ahead, see 'policies'; default none"),
     )
-    handshake: bool = option(
-        True,
+    handshake: bool | None = option(
+        None,
         "Decode one sequence with kernels that wait for experts on the GPU, instead of returning "
-        "to Python in each layer, where nothing excludes it (NVIDIA). Results keep their bits.",
-        Flag("return to Python in each layer of a decode step, also on NVIDIA", bool),
+        "to Python in each layer, where nothing excludes it. Results keep their bits. Default: on "
+        "NVIDIA. True: on Apple's GPUs too, after a trial, which nobody has seen there yet. False: "
+        "nowhere.",
+        Flag("kernels that wait on Apple's GPUs too, or nowhere; default: NVIDIA", bool, both=True),
     )
     keep_all_ahead: bool = option(
         False,

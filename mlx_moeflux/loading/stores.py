@@ -26,6 +26,7 @@ from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
 from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
+from mlx_moeflux.experts.streaming import handshake_trial
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.kernels.linear.blocks import decoding_bytes
@@ -86,7 +87,7 @@ def make_store(
             )
         asked = AUTO if options.expert_memory is None else options.expert_memory
         K = min(model.router.num_experts_per_tok, E)
-        handshake = _handshake(options, reader, prefetch, part, K)
+        pull, why = _handshake(options, reader, prefetch, part, K)
         planned = partial(
             make_plan,
             asked,
@@ -102,18 +103,18 @@ def make_store(
         )
         staging = staging_bytes(reader, threads)
         try:
-            plan = planned(staging_bytes=staging + _shared_bytes(reader, handshake))
+            plan = planned(staging_bytes=staging + _shared_bytes(reader, pull))
         except MemoryBudgetError:
-            if handshake is None:
+            if pull is None:
                 raise
-            handshake = None
+            pull, why = None, _why("its memory does not fit the budget", options)
             plan = planned(staging_bytes=staging)
         _check_buffers(plan, layouts)
         if plan.resident and given is None:
             reader.close()
             return _resident(model, mapped, layouts, E, mix, events, options.verbose), plan
         timed = None
-        shared = given is None and part is None and memory.backend != "cuda" and not handshake
+        shared = given is None and part is None and memory.backend != "cuda" and not pull
         if parse_budget(asked, plan.expert_bytes) is None and shared and not options.safe:
             timed = _timed_budget(plan, layouts, reader, threads, pairs=K, model=model.identity)
         if timed is not None and timed.wanted is timed.smaller:
@@ -131,7 +132,7 @@ def make_store(
             prefetch=prefetch,
             keep_all_ahead=options.keep_all_ahead,
             timed_budget=timed,
-            handshake=handshake,
+            handshake=pull or why,
         ), plan
     except BaseException:
         reader.close()
@@ -140,18 +141,39 @@ def make_store(
 
 def _handshake(
     options: LoadOptions, reader: Reader, prefetch: object, part: Part | None, k: int
-) -> device.Pull | None:
-    """Return the kernel that waits for the `k` experts of a token; None where something excludes
-    it, see ``docs/handshake.md``."""
-    wanted = options.handshake and not options.safe and options.events is None
-    alone = prefetch is None and part is None
-    known = wanted and alone and is_known(make_eviction(options.eviction))
-    return device.pull_for(k) if known and NativePool.serves(reader) else None
+) -> tuple[device.Pull | None, str | None]:
+    """Return the kernel that waits for the `k` experts of a token; where something excludes it, see
+    ``docs/handshake.md``, None and :func:`_why`."""
+    on_metal = device.kind() == "metal"
+    if options.handshake is False or (on_metal and options.handshake is None):
+        return None, None
+    excluded = {
+        "--safe excludes it": options.safe,
+        "a listener of events excludes it": options.events is not None,
+        "a prefetcher excludes it": prefetch is not None,
+        "several ranks exclude it": part is not None,
+        "it needs the eviction lfu or lru": not is_known(make_eviction(options.eviction)),
+    }
+    found = next((what for what, holds in excluded.items() if holds), None)
+    if found is None:
+        pull = device.pull_for(k)
+        if pull is None:
+            found = "no kernel waits on this device for so many experts"
+        elif not NativePool.serves(reader):
+            found = "the reader has no native threads"
+        elif not on_metal or (found := handshake_trial.refusal()) is None:
+            return pull, None
+    return None, _why(found, options)
+
+
+def _why(found: str, options: LoadOptions) -> str | None:
+    """Return for the statistics why there is no handshake; None if nobody asked for it."""
+    return found if options.handshake else None
 
 
 def _shared_bytes(reader: Reader, pull: device.Pull | None) -> int:
     """Return the bytes that kernels and threads of a handshake share."""
-    return desk_bytes(reader, pull.k) if pull and NativePool.serves(reader) else 0
+    return desk_bytes(reader, pull) if pull and NativePool.serves(reader) else 0
 
 
 def _timed_budget(

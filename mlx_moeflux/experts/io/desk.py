@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 
 import numpy as np
@@ -50,8 +50,8 @@ class _Failure(ctypes.Structure):
 class _Plan(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("shelves", "words", "staging")),
-        *((n, c_int64) for n in ("count", "chosen", "alignment", "step", "room", "parts")),
-        ("readers", c_int64),
+        *((n, c_int64) for n in ("pulled", "count", "chosen", "alignment", "step", "room")),
+        *((n, c_int64) for n in ("parts", "readers")),
         ("rate", c_double),
     )
 
@@ -86,16 +86,17 @@ class Shelf:
 
 
 class Memory:
-    """Memory that kernels and threads share, for calls of `k` experts of each layer of `reader`.
+    """Memory that kernels and threads share, for calls of each layer of `reader`.
 
-    locked: Allocates memory that both reach at the same address. words: uint64 of all layers.
-    boxes: Layer -> address of its words. staging: Address of the bytes that are read.
+    pull: Allocates it. words: uint64 of all layers. boxes: Layer -> address of its words. staging:
+    Address of the bytes that are read; None: they are read into slots.
     """
 
-    def __init__(self, reader: FileReader, k: int, locked: Callable[[int], memoryview]):
-        self.k, self.parts, box = k, k * most_parts(reader), _box_bytes(reader, k)
+    def __init__(self, reader: FileReader, pull: device.Pull):
+        self.k, self.pulled = pull.k, pull.copies
+        self.parts, box = pull.k * most_parts(reader), _box_bytes(reader, pull)
         self.room = _room(reader)
-        self.view = locked(desk_bytes(reader, k))
+        self.view = pull.locked(desk_bytes(reader, pull))
         start = COMMON_BYTES + box * len(reader.layers)
         self.view[:start] = bytes(start)
         self.common = device.address_of(self.view)
@@ -103,7 +104,8 @@ class Memory:
         self.boxes = {
             layer: self.common + COMMON_BYTES + i * box for i, layer in enumerate(reader.layers)
         }
-        self.staging = self.common + -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        staged = self.common + -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.staging = staged if _is_staged(reader, pull) else None
 
 
 class Desk:
@@ -131,8 +133,8 @@ class Desk:
             )
         plan = _Plan(
             *(ctypes.addressof(self._structs), memory.common, memory.staging),
-            *(len(shelves), memory.k, pool.reader.alignment, STEP, memory.room, memory.parts),
-            *(min(pool.count, max(_cores() - 2, 1), MOST_READERS), rate),
+            *(memory.pulled, len(shelves), memory.k, pool.reader.alignment, STEP, memory.room),
+            *(memory.parts, min(pool.count, max(_cores() - 2, 1), MOST_READERS), rate),
         )
         self._handle = c_void_p()
         used = memory, self._structs, self._counts, shelves
@@ -224,10 +226,18 @@ def most_parts(reader: FileReader) -> int:
     return max(sum(-(-nbytes // STEP) for nbytes in runs) for runs in _runs(reader))
 
 
-def _box_bytes(reader: FileReader, k: int) -> int:
-    """Return the bytes of a layer's words: each component in a part is a piece."""
+def _is_staged(reader: FileReader, pull: device.Pull) -> bool:
+    """Return True if blocks pass through staging: kernels take them there, and so do threads after
+    direct reads, which begin and end on a page."""
+    return pull.copies or reader.alignment > 1
+
+
+def _box_bytes(reader: FileReader, pull: device.Pull) -> int:
+    """Return the bytes of a layer's words: each component in a part is a piece that is pulled."""
+    if not pull.copies:
+        return WORD_BYTES * PIECES
     components = max(len(reader.layout(layer).components) for layer in reader.layers)
-    return WORD_BYTES * (PIECES + PIECE_WORDS * k * (most_parts(reader) + components))
+    return WORD_BYTES * (PIECES + PIECE_WORDS * pull.k * (most_parts(reader) + components))
 
 
 def _room(reader: FileReader) -> int:
@@ -237,7 +247,9 @@ def _room(reader: FileReader) -> int:
     return -(-part // _LINE) * _LINE + pages
 
 
-def desk_bytes(reader: FileReader, k: int) -> int:
+def desk_bytes(reader: FileReader, pull: device.Pull) -> int:
     """Return the bytes of :class:`Memory`."""
-    boxes = _box_bytes(reader, k) * len(reader.layers)
-    return COMMON_BYTES + boxes + mmap.PAGESIZE + k * most_parts(reader) * _room(reader)
+    words = COMMON_BYTES + _box_bytes(reader, pull) * len(reader.layers)
+    if not _is_staged(reader, pull):
+        return words
+    return words + mmap.PAGESIZE + pull.k * most_parts(reader) * _room(reader)

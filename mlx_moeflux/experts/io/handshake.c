@@ -43,14 +43,15 @@ typedef struct {
   Outcome outcome;
 } Failure;
 
-/* What the caller chooses. words, staging: memory that kernels read. chosen: experts of a call.
-   rate: uses count half after 1 / rate tokens; 0: the latest use decides. step: most bytes of a part;
-   room: its staging. parts: most of a call. */
+/* What the caller chooses. words: memory that kernels read. staging: where parts are read to, or NULL:
+   straight into slots. pulled: kernels copy from staging into slots; else threads write slots.
+   chosen: experts of a call. rate: uses count half after 1 / rate tokens; 0: the latest use decides.
+   step: most bytes of a part; room: its staging. parts: most of a call. */
 typedef struct {
   Shelf *shelves;
   uint64_t *words;
   uint8_t *staging;
-  int64_t count, chosen, alignment, step, room, parts, readers;
+  int64_t pulled, count, chosen, alignment, step, room, parts, readers;
   double rate;
 } Plan;
 
@@ -97,6 +98,23 @@ static void fail(Desk *desk, int64_t expert, Outcome outcome) {
   PUT(&desk->plan.words[ABORT], 1);
 }
 
+/* Read a part to where its slot's bytes are taken from: to staging if kernels take them, else to the
+   slot. */
+static int read_for(const Plan *plan, Part *part, int64_t number, int64_t *done) {
+  int fd = part->batch->layer->files[part->file].fd;
+  if (!plan->staging) return read_straight(part, fd, done);
+  int error = read_aligned(part, fd, plan->staging + number * plan->room, plan->alignment, done);
+  if (!error && !plan->pulled) scatter(part);
+  return error;
+}
+
+/* Tell kernels that the pieces of a part are in staging. */
+static void mark_ready(Desk *desk, const Part *part, int64_t number) {
+  uint64_t *piece = desk->plan.shelves[desk->shelf].box + PIECES + PIECE_WORDS * desk->first[number];
+  uint64_t word = GET(&desk->plan.words[TURN]) << TAG;
+  for (int i = 0; i < part->pieces; i++) PUT(piece + PIECE_WORDS * i + READY, word);
+}
+
 /* Read one part of the present call; return 0 if none is left. */
 static int read_one(Desk *desk) {
   int64_t head = GET(&desk->head);
@@ -111,8 +129,7 @@ static int read_one(Desk *desk) {
   int error = 0;
   if (GET(&desk->plan.words[ABORT])) goto end;
   if (part->file < 0) done = part->nbytes; /* to measure what remains */
-  else error = read_aligned(part, places->files[part->file].fd, desk->plan.staging + number * desk->plan.room,
-                            desk->plan.alignment, &done);
+  else error = read_for(&desk->plan, part, number, &done);
   if (!error && places->checksums) __atomic_xor_fetch(&outcome->rest, share(part), __ATOMIC_ACQ_REL);
   /* The checksum is looked at before the block's last part can be taken. */
   int64_t whole = part->batch->block_bytes;
@@ -121,10 +138,8 @@ static int read_one(Desk *desk) {
   if (error) {
     fail(desk, desk->experts[part->block],
          (Outcome){.offset = part->offset, .wanted = part->nbytes, .done = done, .file = part->file, .error = error});
-  } else {
-    uint64_t *piece = desk->plan.shelves[desk->shelf].box + PIECES + PIECE_WORDS * desk->first[number];
-    uint64_t word = GET(&desk->plan.words[TURN]) << TAG;
-    for (int i = 0; i < part->pieces; i++) PUT(piece + PIECE_WORDS * i + READY, word);
+  } else if (desk->plan.pulled) {
+    mark_ready(desk, part, number);
   }
 end:
   ADD(&desk->done, 1);
@@ -183,10 +198,11 @@ static int64_t make_place(const Plan *plan, Shelf *shelf, const int64_t *experts
   return best;
 }
 
-/* Describe the pieces of the parts from number `from` on, and let threads read them. */
+/* Let threads read the parts from number `from` on, whose pieces are described for kernels that pull
+   them. */
 static void publish(Desk *desk, Shelf *shelf, int64_t from, int64_t *pieces) {
   const Plan *plan = &desk->plan;
-  for (int64_t i = from; i < desk->batch->count; i++) {
+  for (int64_t i = from; plan->pulled && i < desk->batch->count; i++) {
     const Part *part = &desk->batch->parts[i];
     uint64_t source = (uint64_t)(plan->staging + i * plan->room) + part->offset % plan->alignment;
     desk->first[i] = *pieces;
@@ -201,7 +217,24 @@ static void publish(Desk *desk, Shelf *shelf, int64_t from, int64_t *pieces) {
   PUT(&desk->tail, desk->base + desk->batch->count);
 }
 
-/* Give the experts of a call their slots, post them, and read what is missing. */
+/* Wait until what was stored before is there for GPUs that share memory with the cores too: Arm's
+   ordinary barriers order the cores alone. */
+static void reach_gpu(void) {
+#if defined(__aarch64__)
+  __asm__ volatile("dsb sy" ::: "memory");
+#endif
+}
+
+/* Answer a call. */
+static void post(const Plan *plan, Shelf *shelf, uint64_t turn, const int64_t *slots, int64_t pieces) {
+  reach_gpu();
+  for (int i = 0; i < plan->chosen; i++) PUT(shelf->box + ANSWER + i, turn << TAG | slots[i]);
+  PUT(shelf->box + ANSWER + plan->chosen, turn << TAG | pieces);
+  reach_gpu();
+}
+
+/* Give the experts of a call their slots, read what is missing, and answer: at once if kernels pull the
+   blocks, else when all are in their slots. */
 static void answer(Desk *desk, Shelf *shelf, uint64_t turn, const int64_t *experts) {
   const Plan *plan = &desk->plan;
   int64_t start = now(CLOCK_MONOTONIC), missing = 0, pieces = 0, slots[MOST_CHOSEN];
@@ -224,8 +257,7 @@ static void answer(Desk *desk, Shelf *shelf, uint64_t turn, const int64_t *exper
     cut(desk->batch, shelf->places, missing++, expert, slot, plan->step);
     publish(desk, shelf, from, &pieces);
   }
-  for (int i = 0; i < plan->chosen; i++) PUT(shelf->box + ANSWER + i, turn << TAG | slots[i]);
-  PUT(shelf->box + ANSWER + plan->chosen, turn << TAG | pieces);
+  if (plan->pulled) post(plan, shelf, turn, slots, pieces);
   int64_t decided = now(CLOCK_MONOTONIC), bytes = 0, nanoseconds = 0;
   while (read_one(desk)) {}
   for (int looks = 0; GET(&desk->done) < GET(&desk->tail);) relax(desk, &looks);
@@ -235,6 +267,7 @@ static void answer(Desk *desk, Shelf *shelf, uint64_t turn, const int64_t *exper
     nanoseconds += desk->outcomes[i].nanoseconds;
     if (desk->outcomes[i].error) fail(desk, desk->experts[i], desk->outcomes[i]);
   }
+  if (!plan->pulled && !GET(&plan->words[ABORT])) post(plan, shelf, turn, slots, 0);
   Counts *counts = shelf->counts;
   counts->lookups += plan->chosen;
   counts->misses += missing;

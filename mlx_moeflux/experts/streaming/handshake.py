@@ -36,9 +36,10 @@ class Handshake:
     states: MoE layer id -> layer. pull: The kernel. ready: Whether the store may lend. restore:
     Gives the layers their banks. changed: Called when traces of earlier steps hold no more.
 
-    A slot's memory is written by kernels alone while it is lent; the tables and the scores that the
-    threads change go back in :meth:`take_back`, before anything else uses them. steps: That were
-    made. off: Why no further step is tried; None: one may be.
+    A slot's memory is written by kernels alone while it is lent, or by the threads alone where the
+    kernels do not copy. The tables and the scores that the threads change go back in
+    :meth:`take_back`, before anything else uses them. steps: That were made. off: Why no further
+    step is tried; None: one may be.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Handshake:
         self.off: str | None = None
         self._pool, self._states, self._eviction, self._pull = pool, states, eviction, pull
         self._lock, self._ready, self._restore, self._changed = lock, ready, restore, changed
-        self._memory = memory = Memory(pool.reader, pull.k, pull.locked)
+        self._memory = memory = Memory(pool.reader, pull)
         limit = int(1e9 * WAIT_SECONDS)
         self._controls = {
             layer: pull.control(memory.common, box, limit) for layer, box in memory.boxes.items()

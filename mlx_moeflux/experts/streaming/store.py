@@ -109,7 +109,8 @@ class StreamedStore(ExpertStore):
     activation: Of the experts. wave_reads: Blocks that a wave of a long call reads at most.
     timed_budget: The trial of a smaller budget, or None; `slots` are those that it wants now, and
     fewer than experts in every layer. :meth:`resize` ends it. handshake: A kernel that waits for
-    experts in decode steps of one sequence, see :mod:`~mlx_moeflux.experts.streaming.handshake`.
+    experts in decode steps of one sequence, see :mod:`~mlx_moeflux.experts.streaming.handshake`;
+    or, as a phrase, why there is none.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -141,7 +142,7 @@ class StreamedStore(ExpertStore):
         activation: Activation = swiglu,
         wave_reads: int = READ_AHEAD,
         timed_budget: TimedBudget | None = None,
-        handshake: device.Pull | None = None,
+        handshake: device.Pull | str | None = None,
     ):
         check_threads(threads)
         self.reader, self.threads = reader, threads
@@ -175,7 +176,8 @@ class StreamedStore(ExpertStore):
             for layer in self.layers
         }
         self._handshake: Handshake | None = None
-        if handshake is not None:
+        self._no_handshake = handshake if isinstance(handshake, str) else None
+        if handshake is not None and not isinstance(handshake, str):
             if not isinstance(self._pool, NativePool) or not is_known(self.eviction):
                 self.close()
                 raise UnsupportedError(
@@ -218,7 +220,9 @@ class StreamedStore(ExpertStore):
     @property
     def ways(self) -> str | None:
         """See :attr:`~mlx_moeflux.experts.store.Streaming.ways`."""
-        return None if self._handshake is None else self._handshake.report()
+        if self._handshake is not None:
+            return self._handshake.report()
+        return None if self._no_handshake is None else f"handshake: none, {self._no_handshake}"
 
     @property
     def rest(self) -> StreamedStore:

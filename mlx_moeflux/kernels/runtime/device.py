@@ -8,13 +8,13 @@ thread may call any function.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
 from mlx_moeflux.backend import clear_at_thread_end
 from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES, kept, reshape
-from mlx_moeflux.kernels.runtime.cuda.handshake import Pull, pull_for
+from mlx_moeflux.kernels.runtime.cuda import handshake as cuda_handshake
 from mlx_moeflux.kernels.runtime.cuda.upload import (
     Uploads,
     address_of,
@@ -24,6 +24,7 @@ from mlx_moeflux.kernels.runtime.cuda.upload import (
     uploads_for,
 )
 from mlx_moeflux.kernels.runtime.launcher import backend, cuda_files
+from mlx_moeflux.kernels.runtime.metal import handshake as metal_handshake
 from mlx_moeflux.kernels.runtime.packing import largest_buffer
 
 __all__ = [
@@ -45,6 +46,42 @@ __all__ = [
     "upload_bytes",
     "uploads_for",
 ]
+
+
+class Pull(Protocol):
+    """Launches the kernel that waits for the experts of a token in one layer.
+
+    k: Experts of a token. copies: Whether it copies blocks from staging into slots; else the host
+    writes slots, and answers when the blocks are there.
+    """
+
+    k: int
+    copies: bool
+
+    def locked(self, nbytes: int) -> memoryview:
+        """Allocate memory that the host and the kernel share."""
+        ...
+
+    def control(self, common: int, box: int, limit: int) -> Any:
+        """Return what :meth:`slots` needs for a layer. common, box: Addresses, in memory of
+        :meth:`locked`, of the words of all layers and of this one. limit: Nanoseconds of the
+        longest wait."""
+        ...
+
+    def slots(self, ids: mx.array, control: Any) -> mx.array:
+        """Return the slots ``[1, K]`` uint32 of the experts `ids`, which hold their blocks once it
+        is evaluated."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until no kernel runs."""
+        ...
+
+
+def pull_for(k: int) -> Pull | None:
+    """Return the kernel that waits for `k` experts; None where there is none."""
+    room = {"cuda": cuda_handshake, "metal": metal_handshake}.get(kind())
+    return None if room is None else room.pull_for(k)
 
 
 def kind() -> Literal["cpu", "metal", "cuda"]:

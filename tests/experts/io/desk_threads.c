@@ -1,5 +1,5 @@
 /* handshake.c under ThreadSanitizer. This thread plays the kernels; some steps it aborts, and in some
-   reads fail. cc -fsanitize=thread -pthread -I FOLDER_OF_HANDSHAKE_C desk_threads.c -lm */
+   reads fail. With an argument threads write slots, as on Apple's GPUs. cc -fsanitize=thread -pthread -I FOLDER_OF_HANDSHAKE_C desk_threads.c -lm */
 
 #include "handshake.c"
 #include <fcntl.h>
@@ -27,7 +27,8 @@ static uint64_t awaited(uint64_t *word, uint64_t turn) {
   return GET(word);
 }
 
-int main(void) {
+int main(int count, char **arguments) {
+  int pulled = count == 1;
   char name[] = "/tmp/desk_threadsXXXXXX";
   int fd = mkstemp(name), broken = open("/proc/self/mem", O_RDONLY);
   long compared = 0, differ = 0, failed = 0;
@@ -46,7 +47,7 @@ int main(void) {
     shelves[i] = (Shelf){&places[i], boxes[i], slot_of[i], expert_of[i], scores[i], since[i], &counts[i],
                          SLOTS, EXPERTS, 0, 0};
   }
-  Plan plan = {shelves, common, staging, LAYERS, K, 1, CHUNK, CHUNK, PARTS, 4, 1.0 / 32};
+  Plan plan = {shelves, common, pulled ? staging : NULL, pulled, LAYERS, K, 1, CHUNK, CHUNK, PARTS, 4, 1.0 / 32};
   Desk *desk;
   desk_open(&desk, &plan);
   for (int step = 1; step <= STEPS; step++) {

@@ -13,7 +13,8 @@ from mlx_moeflux.experts.io.native_pool import SOURCES
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc")
-def test_threads_do_not_race(tmp_path):
+@pytest.mark.parametrize("slots_written_by", ["kernels", "threads"])
+def test_threads_do_not_race(tmp_path, slots_written_by):
     driver, made = Path(__file__).with_name("desk_threads.c"), tmp_path / "desk_threads"
     flags = "-g", "-O1", "-std=gnu11", "-fsanitize=thread", "-pthread", f"-I{SOURCES[0].parent}"
     built = subprocess.run(
@@ -24,6 +25,7 @@ def test_threads_do_not_race(tmp_path):
     assert built.returncode == 0, built.stderr
     # Where addresses are randomised widely, older sanitizers do not start.
     command = [*(["setarch", "-R"] if shutil.which("setarch") else []), str(made)]
+    command += [slots_written_by] * (slots_written_by == "threads")
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr

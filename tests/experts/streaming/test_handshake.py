@@ -1,5 +1,6 @@
 """Oracle: the resident model's bits, and the simulator's hits. A played kernel asks real threads;
-tests/kernels/runtime/test_cuda_handshake.py runs the kernel's own text."""
+test_cuda_handshake.py and test_metal_handshake.py in tests/kernels/runtime run the kernels' own
+texts."""
 
 from __future__ import annotations
 
@@ -24,19 +25,24 @@ from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.experts.streaming.waiting import PlayedPull
+from tests.experts.streaming.waiting import PlayedPull, PlayedPullWithoutCopies
 
 TURNS = ("prompt", 5), ("steps", 12), ("prompt", 3), ("steps", 6)
 COUNTS = "lookups", "hits", "misses", "evictions"
 
 
-@pytest.fixture
-def pulls(monkeypatch):
+@pytest.fixture(
+    params=[
+        pytest.param(PlayedPull, id="kernels-write"),
+        pytest.param(PlayedPullWithoutCopies, id="threads-write", marks=pytest.mark.slow),
+    ]
+)
+def pulls(monkeypatch, request):
     """The played kernels of the stores that the test opens."""
     made = []
 
     def pull_for(k):
-        made.append(PlayedPull(k))
+        made.append(request.param(k))
         return made[-1]
 
     monkeypatch.setattr(device, "pull_for", pull_for)
@@ -97,20 +103,21 @@ def all_right(found, right):
 
 
 @pytest.mark.parametrize(
-    ("slots", "options"),
+    ("slots", "eviction"),
     [
-        pytest.param(5, {}, id="5-lfu"),
-        pytest.param(8, {"eviction": "lru"}, id="8-lru"),
-        pytest.param(8, {"eviction": LFU(0.01)}, id="8-weights that become too large"),
-        pytest.param(15, {}, id="15-lfu"),
-        pytest.param(5, {"eviction": "lru"}, id="5-lru", marks=pytest.mark.slow),
-        pytest.param(8, {"eviction": LFU(1.5)}, id="8-fast", marks=pytest.mark.slow),
-        pytest.param(15, {"eviction": "lru"}, id="15-lru", marks=pytest.mark.slow),
+        pytest.param(5, "lfu", id="5-lfu"),
+        pytest.param(8, "lru", id="8-lru"),
+        pytest.param(8, 0.01, id="8-weights that become too large"),
+        pytest.param(15, "lfu", id="15-lfu"),
+        pytest.param(5, "lru", id="5-lru", marks=pytest.mark.slow),
+        pytest.param(8, 1.5, id="8-fast", marks=pytest.mark.slow),
+        pytest.param(15, "lru", id="15-lru", marks=pytest.mark.slow),
     ],
 )
-def test_bits_and_hits(opened, pulls, known, slots, options):
+def test_bits_and_hits(opened, pulls, known, slots, eviction):
+    """eviction: A name, or the tokens after which uses count half."""
     right, trace = known
-    with opened(slots, **options) as model:
+    with opened(slots, eviction=eviction if isinstance(eviction, str) else LFU(eviction)) as model:
         assert all_right(list(run(model)), right)
         store = model.store
         assert store.ways == "handshake: 18 steps"
@@ -452,6 +459,8 @@ def test_models_that_cannot(path, pulls, open_store, monkeypatch):
         load_model(path, expert_memory=1)
     (least,) = re.findall(r"works is (\d+) bytes", str(refused.value))
     assert not waits(expert_memory=int(least))
+    with load_model(path, expert_memory=int(least), handshake=True) as model:
+        assert model.store.ways == "handshake: none, its memory does not fit the budget"
     with monkeypatch.context() as patch:
         patch.setattr(device, "pull_for", lambda k: None)
         assert not waits()

@@ -32,6 +32,8 @@ class PlayedPull:
     once. before: Called with the number of the call before its ids are posted. late: Nothing is
     posted, and nothing waited for."""
 
+    copies = True
+
     def __init__(self, k):
         self.k, self.calls, self.before, self.late = k, 0, lambda call: None, False
 
@@ -74,3 +76,10 @@ class PlayedPull:
                 control.common[ABORT] = 1
                 return 0
             time.sleep(0)
+
+
+class PlayedPullWithoutCopies(PlayedPull):
+    """Stands for :class:`~mlx_moeflux.kernels.runtime.metal.handshake.Pull`: threads write
+    slots."""
+
+    copies = False

@@ -5,6 +5,7 @@
 #define threadgroup __local
 #define thread __private
 #define constant __constant
+#define coherent(scope)
 #define METAL_FUNC inline
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
@@ -129,6 +130,10 @@ LINT_MATHS
 namespace fast {
 LINT_MATHS
 }
+// Of memory that the host shares. A fence's order is no atomic's.
+enum thread_scope { thread_scope_thread };
+enum fence_order { memory_order_seq_cst };
+void atomic_thread_fence(int flags, fence_order order, thread_scope scope);
 float floor(float x);
 float ceil(float x);
 float rint(float x);

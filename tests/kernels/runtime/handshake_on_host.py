@@ -92,6 +92,8 @@ class HostPull:
     """Stands for :class:`~mlx_moeflux.kernels.runtime.cuda.handshake.Pull`; calls are evaluated at
     once."""
 
+    copies = True
+
     def __init__(self, k, locked):
         self.k, self.locked, self._launch = k, locked, library().launch
 

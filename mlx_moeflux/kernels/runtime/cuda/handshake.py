@@ -33,6 +33,8 @@ def header() -> str:
 class Pull:
     """Launches the kernel for calls of `k` experts."""
 
+    copies = True
+
     def __init__(self, driver: upload.Driver, k: int):
         self.k, self.locked = k, driver.locked
         kernel = Kernel("moeflux_handshake", header(), BODY, ("ids", "control"), ("slots",))
@@ -69,7 +71,7 @@ class Pull:
 
 
 def pull_for(k: int) -> Pull | None:
-    """Return the kernel for calls of `k` experts; None where the host writes banks itself, and for
-    more than 31."""
+    """Return the kernel for calls of `k` experts; None where the host cannot lock memory for it,
+    and for more than 31."""
     driver = upload.driver()
     return None if driver is None or k > MOST_CHOSEN else Pull(driver, k)

@@ -1,0 +1,1 @@
+"""What runs on Apple's GPUs alone."""
