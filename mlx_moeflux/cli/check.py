@@ -9,25 +9,30 @@ import sys
 from collections.abc import Iterable, Sequence
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Values of --operation for all stock operations, and for all of the package.
-STOCK, KERNELS = "stock", "kernels"
+# Values of --operation for all stock operations, for all of the package, and for kernels that wait.
+STOCK, KERNELS, HANDSHAKE = "stock", "kernels", "handshake"
 COMMAND = (sys.executable, "-m", "mlx_moeflux", "check")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--operation", help=f"only this one, such as gated_delta; {STOCK} or {KERNELS}: only these"
+        "--operation",
+        help=f"only this one, such as gated_delta; {STOCK} or {KERNELS}: only these; {HANDSHAKE}: "
+        "steps of the bundled model whose kernels wait for experts, and their time",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="only this one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print two tables for each dtype; return 1 if a stock operation or a kernel failed."""
+    """Print two tables for each dtype, or a line on the handshake; return 1 if a stock operation or
+    a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.kernels.registry import OPERATIONS, unknown_operation
 
+    if args.operation == HANDSHAKE:
+        return _check_handshake()
     if args.operation not in (None, STOCK, KERNELS, *OPERATIONS):
-        raise unknown_operation(args.operation, STOCK, KERNELS)
+        raise unknown_operation(args.operation, STOCK, KERNELS, HANDSHAKE)
     parts = (STOCK, KERNELS) if args.operation is None else (args.operation,)
     dtypes = DTYPES if args.dtype is None else (args.dtype,)
     if len(parts) == len(dtypes) == 1:
@@ -69,6 +74,15 @@ def _check(dtype: str, part: str) -> int:
     if (files := launcher.cuda_files()) is not None:
         print(f"\n{files.count}; {files.where}")
     return failed
+
+
+def _check_handshake() -> int:
+    """Print a line; return 1 if its bits are wrong."""
+    from mlx_moeflux.measure.handshake import compare
+
+    found = compare()
+    print(found.text)
+    return int(found.wrong)
 
 
 def _check_stock(dtype) -> int:

@@ -136,6 +136,10 @@ def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> lis
         strict = () if strict_config else ("--no-strict-config",)
         arguments = ("-p", "512", "--model", model, "--expert-memory", "auto,25%", *strict)
         found.append(benchmark("model", "The checkpoint", 400, *arguments, *compare))
+    if device.kind() == "metal":
+        found.append(
+            Step("handshake", "Kernels that wait", ("check", "--operation", "handshake"), 180)
+        )
     tune = ("tune", "--kernels", "--out", str(folder / "dispatch.json"))
     return [*found, Step("tune", "Which implementation is faster", tune, 240)]
 

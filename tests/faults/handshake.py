@@ -2,7 +2,9 @@
 faults.c preloaded. It prints JSON: how often what happened, and the longest time beyond the
 disk's by what happened.
 
-    python -m tests.faults.handshake MODEL ROUNDS [gpu]
+    python -m tests.faults.handshake MODEL ROUNDS WHERE
+
+WHERE: gpu; cpu, where a played kernel copies blocks; threads, where threads write slots.
 
 Oracle: the same text without faults, bit for bit; or an error in one line.
 """
@@ -29,7 +31,7 @@ import numpy as np
 from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import load_model
-from tests.experts.streaming.waiting import PlayedPull
+from tests.experts.streaming.waiting import PlayedPull, PlayedPullWithoutCopies
 
 STEPS, SLOTS = 6, 8
 # Of faults.c: its number, and a fault in one of so many reads.
@@ -49,6 +51,7 @@ CHANCES = {
     **{"stalls": 0.6, "stopped": 0.3, "Ctrl-C": 25, "closed": 4, "late": 5},
 }
 STOPPED_SECONDS = 3.0
+PLAYED = {"cpu": PlayedPull, "threads": PlayedPullWithoutCopies}
 
 
 class Stop:
@@ -109,10 +112,11 @@ def shared(builds, start, end):
     return sum(max(0.0, min(b, end) - max(a, start)) for a, b in list(map(tuple, builds)))
 
 
-def main(path, rounds, on_gpu):
+def main(path, rounds, where):
+    on_gpu = where == "gpu"
     if not on_gpu:
         mx.set_default_device(mx.cpu)
-        device.pull_for = PlayedPull
+        device.pull_for = PLAYED[where]
     shim, chance = ctypes.CDLL(None), random.Random(3)
 
     def open_model():
@@ -203,4 +207,4 @@ def main(path, rounds, on_gpu):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), "gpu" in sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

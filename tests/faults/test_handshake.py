@@ -21,6 +21,7 @@ from mlx_moeflux.conversion.convert import convert
 ROOT = Path(__file__).parents[2]
 WAYS = [
     pytest.param("cpu", 2000, marks=pytest.mark.slow),
+    pytest.param("threads", 1000, marks=pytest.mark.slow),
     pytest.param("gpu", 150, marks=pytest.mark.gpu),
 ]
 
@@ -75,12 +76,12 @@ CHILD = """
     import mlx.core as mx
     from mlx_moeflux.kernels.runtime import device
     from mlx_moeflux.loading import load_model
-    from tests.experts.streaming.waiting import PlayedPull
+    from tests.faults.handshake import PLAYED
 
     path, where = sys.argv[1:]
-    if where == "cpu":
+    if where in PLAYED:
         mx.set_default_device(mx.cpu)
-        device.pull_for = PlayedPull
+        device.pull_for = PLAYED[where]
     model = load_model(path, expert_memory="97%", handshake=True, expert_threads=2)
     model.store.resize_all(dict.fromkeys(model.store.layers, 8))
     cache = model.make_cache()
