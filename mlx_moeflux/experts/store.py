@@ -189,6 +189,11 @@ class Handshake(Protocol):
         there. If it raises, the step may be made as others are."""
         ...
 
+    def begin_again(self) -> None:
+        """Forget what the step that is under way has asked for. Its kernels may have run already,
+        and may run once more, then for other experts."""
+        ...
+
 
 class Rest(Protocol):
     """Memory that a store can do without for a while."""

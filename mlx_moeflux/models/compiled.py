@@ -256,15 +256,22 @@ class CompiledStep:
         """Drop the traces, after parameters, kernels or banks were replaced."""
         self._compiled.clear()
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Return logits ``[B, 1, V]`` of tokens ``[B, 1]``; each entry grows by one column."""
+    def __call__(
+        self,
+        tokens: mx.array,
+        cache: Sequence[Any],
+        *,
+        repeated: Callable[[], object] = lambda: None,
+    ) -> mx.array:
+        """Return logits ``[B, 1, V]`` of tokens ``[B, 1]``; each entry grows by one column.
+        repeated: See :class:`~mlx_moeflux.kernels.verify.trials.compiled`."""
         kinds = tuple(type(entry) for entry in cache)
         run = self._compiled.get(kinds)
         if run is None:
             run = self._compiled[kinds] = trials.compiled(self._traced(kinds))
         counts, padding = _counts(cache)
         states = [entry.begin_step() for entry in cache]
-        logits, states = run(tokens, *counts, padding, states)
+        logits, states = run(tokens, *counts, padding, states, repeated=repeated)
         for entry, ends in zip(cache, states, strict=True):
             entry.end_step(*ends)
         return logits

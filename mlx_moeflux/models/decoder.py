@@ -354,8 +354,10 @@ class DecoderModel(StreamingModel):
         errors = suppress(RuntimeError, ValueError, MoefluxError)
         with errors, transaction(cache), handshake.step():
             self._drop_old_traces()
-            step = self._waiting if self._compiles else self._forward
-            logits = step(tokens, cache)
+            if self._compiles:
+                logits = self._waiting(tokens, cache, repeated=handshake.begin_again)
+            else:
+                logits = self._forward(tokens, cache)
             device.settle()
             mx.eval(logits)
             return logits

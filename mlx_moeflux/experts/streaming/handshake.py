@@ -115,6 +115,11 @@ class Handshake:
             finally:
                 self._stepping = False
 
+    def begin_again(self) -> None:
+        """See :meth:`mlx_moeflux.experts.store.Handshake.begin_again`."""
+        complete(self._give_up)
+        self._lend().begin()
+
     def take_back(self) -> None:
         """Give the layers and the policy back what they lent. A step that is under way fails."""
         if self._stepping:

@@ -203,13 +203,20 @@ class compiled:  # called like mx.compile
     def __init__(self, function: Callable[..., Any]):
         self._function, self._run = function, mx.compile(_traced(function))
 
-    def __call__(self, *inputs, ready: Callable[[], object] = lambda: None):
+    def __call__(
+        self,
+        *inputs,
+        ready: Callable[[], object] = lambda: None,
+        repeated: Callable[[], object] = lambda: None,
+    ):
         """Return the function's results. ready: Called before anything that needs the values of
-        `inputs`."""
+        `inputs`. repeated: Called when the function has run a second time, parts of which were
+        evaluated."""
         outputs = self._run(*inputs)
         if _state.pending:
             ready()
             self._function(*inputs)
+            repeated()
             self._run, _state.pending = mx.compile(_traced(self._function)), False
             outputs = self._run(*inputs)
             _state.pending = False

@@ -189,6 +189,27 @@ def test_slots_hold_what_the_table_says(opened, pulls):
                 assert [bytes(v) for v in bank.slot_views(slot)] == [bytes(v) for v in views]
 
 
+@pytest.mark.parametrize("kind", [PlayedPull, PlayedPullWithoutCopies])
+def test_kernels_that_run_twice_in_a_step(experts, open_store, kind):
+    """As where an operation is tried on a Mac: the second time for other experts."""
+    store = open_store(5, handshake=kind(3))
+    own = store.handshake
+    with own.step():
+        own.slots(3, mx.array([[0, 1, 2]], mx.uint32))
+        own.begin_again()
+        asked = {3: [2, 4, 6], 5: [0, 3, 5]}
+        slots = {i: own.slots(i, mx.array([ids], mx.uint32)) for i, ids in asked.items()}
+    assert store.ways == "handshake: 1 steps"
+    for layer, ids in asked.items():
+        bank = store._layers[layer].bank
+        for expert, slot in zip(ids, slots[layer].tolist()[0], strict=True):
+            assert b"".join(map(bytes, bank.slot_views(slot))) == experts.block(layer, expert)
+        assert {expert: store.residents(layer)[expert] for expert in ids} == dict(
+            zip(ids, slots[layer].tolist()[0], strict=True)
+        )
+        assert store.stats().layers[layer].misses == 3
+
+
 @pytest.mark.parametrize("nth", [0, 1])
 def test_interrupted_in_any_layer(opened, pulls, known, nth):
     right, _ = known

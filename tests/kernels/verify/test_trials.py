@@ -4,6 +4,7 @@ found, and references, which must pass."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -362,19 +363,20 @@ def test_trials_leave_the_random_numbers_of_users_alone():
 def test_a_traced_function_is_tried_outside_of_its_trace(calls, monkeypatch, wrong):
     if wrong:
         stand_in(monkeypatch, "fused", scaled(1.5))
-    kernels, ready = Kernels(), []
+    kernels, called = Kernels(), []
+    told = {name: functools.partial(called.append, name) for name in ("ready", "repeated")}
     step = trials.compiled(lambda x: kernels.softmax_top_k(x, k=2))
     expected = router.softmax_top_k(LOGITS, k=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = step(LOGITS, ready=lambda: ready.append(True))
+        found = step(LOGITS, **told)
     if wrong:
         assert all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
         assert verdicts.refused()
-    assert ready == [True]
+    assert called == ["ready", "repeated"]
     calls.clear()
-    step(LOGITS, ready=lambda: ready.append(True))
-    assert ready == [True]
+    step(LOGITS, **told)
+    assert called == ["ready", "repeated"]
     assert not calls
 
 
