@@ -150,8 +150,8 @@ class Streaming(Protocol):
 
     @property
     def ways(self) -> str | None:
-        """Which steps took the handshake, or why none does, as a phrase; None: nobody asked for
-        it."""
+        """Which steps took the handshake, or why none does, as a phrase; None: load() was not
+        asked for it."""
         ...
 
     def residents(self, layer: int) -> dict[int, int]:

@@ -111,7 +111,7 @@ def attempt(
 def _reads(
     pull_for: Callable[[int], device.Pull | None], folder: Path, steps: int, width: int
 ) -> str | None:
-    """Compare what kernels find in slots with the blocks that were asked for."""
+    """Compare what kernels find in slots with the blocks of the experts."""
     random = np.random.default_rng(0)
     shape = EXPERTS, len(_PARTS), width, width
     blocks = random.integers(0, 1 << 16, shape, np.uint16)
@@ -162,7 +162,7 @@ def _reads(
 
 
 def _ends(pull_for: Callable[[int], device.Pull | None]) -> str | None:
-    """Let a kernel wait for nobody, and use the GPU after it."""
+    """Let a kernel wait that no host answers, and use the GPU after it."""
     pull = pull_for(CHOSEN)
     assert pull is not None, "there was one"
     view = pull.locked(8 * _WORDS)
