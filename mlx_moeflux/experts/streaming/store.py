@@ -208,7 +208,7 @@ class StreamedStore(ExpertStore):
 
     @property
     def handshake(self) -> Handshake | None:
-        """What lends the slots to kernels that wait, if the next decode step may do so."""
+        """The object that lends slots to kernels that wait; None if the next step may not."""
         own = self._handshake
         if own is None or own.off is not None or self.training or self._closed:
             return None

@@ -118,5 +118,5 @@ def kept_bytes() -> int:
 
 
 def forget(array: mx.array) -> None:
-    """Free the copies that are kept of `array`, a weight that nobody computes with any more."""
+    """Free the copies that are kept of `array`, a weight that is not computed with any more."""
     kept.forget(id(array))

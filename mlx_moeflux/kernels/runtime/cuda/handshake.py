@@ -20,7 +20,7 @@ _LOAD = "#define LOAD(at) __ldcv(at)\n"
 BODY = "own::pull<K>(ids, const_cast<own::u64*>((const own::u64*)control), slots);"
 # Of handshake.cuh: words before the relay, and of it.
 _CONTROL, _RELAY = 3, 32
-# MLX reuses memory by size: this is nobody else's.
+# MLX reuses memory by size: no other array has this one.
 _ALONE = 5003
 
 

@@ -1,1 +1,1 @@
-"""What runs on Apple's GPUs alone."""
+"""Kernels that run on Apple's GPUs alone."""

@@ -1,6 +1,6 @@
 """The kernel of the handshake on Apple's GPUs; see ``docs/handshake.md``.
 
-``docs/notes/streaming.md`` says what nobody knows of it: it never ran on one.
+It never ran on one; ``docs/notes/streaming.md`` lists what is unknown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ slots[lane] = pull(ids[lane], lane, shared + control[0], shared + control[1], co
 """
 # Of handshake.c.
 MOST_CHOSEN = 31
-# Metal has no clock. A look is taken for a microsecond, which nobody has measured.
+# Metal has no clock. A look is taken for a microsecond, which is not measured.
 LOOKS_PER_SECOND = 1 << 20
 _WORD = 4
 
