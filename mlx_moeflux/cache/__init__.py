@@ -16,6 +16,7 @@ from mlx_moeflux.cache.kv import (
     LatentCache,
 )
 from mlx_moeflux.cache.ngrams import NgramCache
+from mlx_moeflux.cache.rows import MOST_ROWS, keep_rows
 from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot
 from mlx_moeflux.cache.state.spec import StateSpec
 
@@ -28,6 +29,7 @@ ENTRIES = {entry.declared.name: entry for entry in _CLASSES}
 
 __all__ = [
     "ENTRIES",
+    "MOST_ROWS",
     "AttentionCache",
     "BaseCache",
     "IndexedCache",
@@ -41,5 +43,6 @@ __all__ = [
     "Snapshot",
     "StateSpec",
     "check_positions",
+    "keep_rows",
     "transaction",
 ]

@@ -37,6 +37,19 @@ class Mark:
         self.spent = False
 
 
+class Rows:
+    """Columns that were read on trial, see :mod:`mlx_moeflux.cache.rows`.
+
+    start: Columns before them. count: Their number. states: What the entry kept before the first
+    and after each.
+    """
+
+    __slots__ = ("count", "start", "states")
+
+    def __init__(self, start: int, count: int, states: list[Any]):
+        self.start, self.count, self.states = start, count, states
+
+
 def as_ints(numbers: Sequence[int] | mx.array, what: str) -> list[int]:
     """Return Python ints from a list, tuple or integer array; errors call it ``what``."""
     listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else numbers
@@ -68,6 +81,10 @@ class BaseCache:
     """Name of ``declared``, and how rows are packed."""
     takes_steps: ClassVar[bool] = True
     """True if a traced step may take the arrays by ``begin_step``."""
+    takes_rows: ClassVar[bool] = False
+    """True if ``keep_rows`` can go back to the state after each of the last rows."""
+    rows: Rows | None = None
+    """Rows that the last call read on trial; see :mod:`mlx_moeflux.cache.rows`."""
     scratch = False
     """True if no later call reads this entry: layers in training compute on a copy of it."""
     state: Any
@@ -167,6 +184,41 @@ class BaseCache:
             before_end = column < mx.array(ends)[:, None]
             mask = before_end if mask is None else mask & before_end
         return mask
+
+    # Rows on trial.
+
+    def begin_rows(self, count: int) -> None:
+        """Remember the states before and after each of the next `count` columns."""
+        self.rows = Rows(self.columns, count, [self._row_state()])
+
+    def _row_state(self) -> Any:
+        """Return what :meth:`_back_to` needs of this moment."""
+        raise NotImplementedError
+
+    def _back_to(self, columns: int, states: list[Any]) -> None:
+        """Return to the moment after `columns` columns. states: Before the first row, and after
+        each of those that stay."""
+        raise NotImplementedError
+
+    def keep_rows(self, n: int) -> None:
+        """Forget all rows on trial but the first n, and what was kept for them."""
+        rows, self.rows = self.rows, None
+        assert rows is not None, "the caller checks it"
+        if n < rows.count:
+            self._back_to(rows.start + n, rows.states[: n + 1])
+
+    def _counted(self, T: int) -> None:
+        """Count T columns as written and call the hook."""
+        self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
+        rows = self.rows
+        if rows is None:
+            return
+        if self.columns > rows.start + rows.count:
+            self.rows = None
+        elif len(rows.states) <= self.columns - rows.start:
+            rows.states.append(self._row_state())
 
     def parts(self, T: int, size: int) -> list[tuple[int, int]]:
         """Split the next T columns for a layer's mixer into (start, stop) of at most `size`."""
@@ -281,7 +333,7 @@ class BaseCache:
     def __deepcopy__(self, memo: dict[int, Any]):
         """Return an independent entry that shares arrays; a write replaces the writer's only."""
         other = copy.copy(self)
-        other.on_advance = None
+        other.on_advance = other.rows = None
         return other
 
     @classmethod

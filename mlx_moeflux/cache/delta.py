@@ -29,6 +29,7 @@ class RecurrentCache(BaseCache):
     delta: Any
 
     declared, kind = RECURRENT, RECURRENT.name
+    takes_rows = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,9 +81,7 @@ class RecurrentCache(BaseCache):
 
     def advance(self, T: int) -> None:
         """Count T columns as written, call the hook, and keep the state if it is watched here."""
-        self.columns += T
-        if self.on_advance is not None:
-            self.on_advance()
+        self._counted(T)
         if self.columns in self._watched:
             self._seen_at[self.columns] = self._arrays()
 
@@ -98,6 +97,13 @@ class RecurrentCache(BaseCache):
         self.advance(1)
 
     # Going back.
+
+    def _row_state(self) -> tuple[mx.array | None, ...]:
+        return self._arrays()
+
+    def _back_to(self, columns: int, states: list[Any]) -> None:
+        self._set(states[-1])
+        self.columns = columns
 
     def is_trimmable(self) -> bool:
         """Return False: the state before a token cannot be recomputed."""

@@ -64,6 +64,7 @@ class AttentionCache(BaseCache):
     newest: ClassVar[None] = None
     """Tail for a kernel that writes the next row itself; a traced stand-in of an entry has one."""
     declared, kind = ATTENTION, ATTENTION.name
+    takes_rows = True
     packs: ClassVar[bool] = False
     """True if rows are stored packed, not as the model gives them."""
 
@@ -113,9 +114,7 @@ class AttentionCache(BaseCache):
 
     def advance(self, T: int) -> None:
         """Count T columns as written (``update_and_fetch`` does so itself) and call the hook."""
-        self.columns += T
-        if self.on_advance is not None:
-            self.on_advance()
+        self._counted(T)
 
     def positions(self, T: int) -> int | mx.array:
         """Return the position of the next column, as ``mx.fast.rope`` takes its offset.
@@ -283,6 +282,16 @@ class AttentionCache(BaseCache):
         if self._tail is not None and columns < self._tail.start:
             self._tail = None  # the remaining rows are in the buffers
         self.columns = columns
+
+    def _row_state(self) -> int:
+        return self.capacity
+
+    def _back_to(self, columns: int, states: list[Any]) -> None:
+        self._truncate(columns)
+        # Kernels split keys by the length of the buffer.
+        if (rows := states[-1]) < self.capacity:
+            self.flush()
+            self.arrays = [mx.contiguous(buffer[:, :, :rows]) for buffer in self._buffers]
 
     def mark(self) -> Mark:
         """Return a mark for ``rollback``. It holds no arrays, so appending stays in place."""
@@ -569,6 +578,13 @@ class IndexedCache(AttentionCache):
         super()._truncate(columns)
         # Other tokens may follow: blocks behind the end are made again.
         self._pooled = min(self._pooled, columns)
+
+    def _row_state(self) -> Any:
+        return super()._row_state(), self._blocks, self._pooled
+
+    def _back_to(self, columns: int, states: list[Any]) -> None:
+        super()._back_to(columns, [capacity for capacity, *_ in states])
+        _, self._blocks, self._pooled = states[-1]
 
     def _rearranged(self) -> None:
         super()._rearranged()

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.cache import BaseCache, transaction
+from mlx_moeflux.cache import MOST_ROWS, BaseCache, transaction
+from mlx_moeflux.cache.rows import begin_rows, check_rows
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
@@ -246,6 +247,31 @@ class DecoderModel(StreamingModel):
             self.feed(rows, states)
             with device.gathered():
                 return self._last_logits(run(self._walk(rows, states, self.prefill_chunk)))
+
+    def read_rows(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array:
+        """Return the logits ``[1, R, V]`` of tokens ``[1, R]``, R from 1 to MOST_ROWS, of a
+        sequence that has at least one: row r has the bits of the r-th of R calls of one token.
+
+        The state afterwards is that of these calls, and until the next call
+        :func:`~mlx_moeflux.cache.keep_rows` takes it back to the one after any of them. A call that
+        raises leaves `cache` as it was before.
+
+        Raises:
+            InputError: Shape or dtype is wrong, or an id is outside the vocabulary; see
+                :meth:`__call__`. CacheError: `cache` is no state of this model, holds no token, or
+                several sequences. UnsupportedError: A layer's state cannot forget rows.
+        """
+        if not isinstance(tokens, mx.array) or tokens.ndim != 2 or tokens.shape[0] != 1:
+            raise InputError(f"rows are {describe(tokens)}; give an array of ids [1, R].")
+        R = tokens.shape[1]
+        if not 1 <= R <= MOST_ROWS:
+            raise InputError(f"{R} rows were given; read 1 to {MOST_ROWS} a call.")
+        self.check_cache(cache)
+        check_rows(cache)
+        with transaction(cache):
+            begin_rows(cache, R)
+            rows = [self(tokens[:, r : r + 1], cache) for r in range(R)]
+            return rows[0] if R == 1 else mx.concatenate(rows, axis=1)
 
     def read_in_pauses(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]

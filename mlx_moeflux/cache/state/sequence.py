@@ -127,7 +127,7 @@ class SequenceState(list):
                 f"{len(mine)}; restore it into a state of its own model."
             )
         self[:] = [copy.deepcopy(entry) for entry in snapshot.entries]
-        self._forget_after(snapshot.position)
+        self.forget_after(snapshot.position)
 
     def reset(self) -> None:
         """Make the state empty and drop all checkpoints."""
@@ -153,7 +153,7 @@ class SequenceState(list):
             )
         for entry in self:
             entry.trim(excess)
-        self._forget_after(position)
+        self.forget_after(position)
 
     # Checkpoints.
 
@@ -200,7 +200,8 @@ class SequenceState(list):
         """Drop the checkpoint of a position, if it exists; the state does not change."""
         self._checkpoints.pop(position, None)
 
-    def _forget_after(self, position: int) -> None:
+    def forget_after(self, position: int) -> None:
+        """Drop all checkpoints of later positions."""
         for later in [p for p in self._checkpoints if p > position]:
             del self._checkpoints[later]
 
@@ -257,7 +258,7 @@ class SequenceState(list):
         arrays = file.read()
         logits = arrays.pop("logits", None)
         adopt(self, arrays, position=position)
-        self._forget_after(position)
+        self.forget_after(position)
         return logits
 
 
