@@ -11,13 +11,14 @@ One core, Hk 4, Hv 8, D 128, microseconds, beside the operations of MLX: 148 and
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
-from mlx_moeflux.kernels.delta.gated_delta import CHUNK, L2_EPSILON
+from mlx_moeflux.kernels.delta.gated_delta import CHUNK, L2_EPSILON, token_by_token
 
 _GATES = {"silu": blas.silu, "sigmoid": blas.sigmoid}
 
@@ -42,15 +43,26 @@ def delta_mixer_blas(
     mask=None,
     lengths=None,
     gate="silu",
+    every=False,
     steps=None,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, Any, Any]:
     """Chunks of tokens by matrix products, a few tokens one by one. `steps` plays no part.
 
     Raises:
         UnsupportedError: qkv is not float32, MLX is tracing, or lengths are given.
     """
-    if lengths is not None:
-        raise UnsupportedError("delta_mixer=blas takes no lengths.")
+    if lengths is not None or (every and mask is not None):
+        raise UnsupportedError("delta_mixer=blas takes no lengths, and no mask beside `every`.")
+    if every:
+        around = {"conv_weight": conv_weight, "a_log": a_log, "dt_bias": dt_bias, "gate": gate}
+        around |= {"norm_weight": norm_weight, "eps": eps}
+        parts = [None if part is None else blas.numbers(part) for part in (qkv, z, a, b)]
+        tokens = (
+            [None if part is None else mx.array(part[:, t : t + 1]) for part in parts]
+            for t in range(qkv.shape[1])
+        )
+        mixer = functools.partial(delta_mixer_blas, **around)
+        return token_by_token(mixer, tokens, conv_state, state)
     Hv, Dv, Dk = state.shape[1:]
     x = blas.numbers(qkv)
     if z is None:

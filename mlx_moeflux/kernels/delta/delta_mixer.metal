@@ -241,21 +241,33 @@ inline void load_row(thread float* x, P p, float scale) {
   }
 }
 
+// The reverse of load_row for Rows rows, Apart numbers apart. p: At the lane's part of the first.
+template <int Rows, int Apart, int E>
+inline void store_rows(device float* p, const thread float s[Rows][E]) {
+#pragma unroll
+  for (int i = 0; i < Rows * E / 4; ++i) {
+    const int r = i / (E / 4), e = i % (E / 4) * 4;
+    const pack<float, 4> four = {{s[r][e], s[r][e + 1], s[r][e + 2], s[r][e + 3]}};
+    store_pack(p + r * Apart + 8 * e, four);
+  }
+}
+
 // A threadgroup of Simdgroups takes a value head: eight lanes hold a row of the state, Rows rows
 // each. The lengths of q and k are known once all simdgroups have met: `token` holds q and k as
 // they come out of the convolution, v, the sums of squares of 32 channels each, decay and beta.
 // scratch: a float for each simdgroup. head: sequence and value head. Row: how far apart rows of
-// qkv, z, a and b are, where they lie in one; else 0.
+// qkv, z, a and b are, where they lie in one; else 0. Every: the states after each token are
+// written, one behind the other; heads: sequences times value heads.
 template <
     typename T, int Hk, int Hv, int Dk, int Dv, int W, int Row, int Simdgroups, bool Masked,
-    bool Ragged, bool Sigmoid, typename V, typename M, typename A, typename U>
+    bool Ragged, bool Sigmoid, bool Every, typename V, typename M, typename A, typename U>
 inline void delta_step(
     const device T* qkv, const device T* conv, const device V* weight, const device T* z,
     const device T* a, const device T* b, const device A* a_log, const device A* dt_bias,
     const device float* state, const device U* norm, const device M* mask,
     const device int* lengths, device T* y, device T* new_conv, device float* new_state,
     float epsilon, int tokens, threadgroup float* token, threadgroup float* scratch, int head,
-    int index) {
+    int heads, int index) {
   constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32, Own = 2 * Dk + Dv;
   constexpr int Threads = 32 * Simdgroups, Each = (Own + Threads - 1) / Threads;
   constexpr int Step = 4 * Simdgroups, Rows = Dv / Step, E = 4 * N;
@@ -283,15 +295,19 @@ inline void delta_step(
   for (int r = 0; r < Rows; ++r) {
     load_row<E>(s[r], state + at + r * Step * Dk, 1.0f);
   }
-  const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
+  int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
+  for (int left = Every ? tokens : 1; left > 0; --left) {
+    length = Every ? left : length;
+    device T* window = new_conv + (Every ? (left - 1) * (heads / Hv) * (W - 1) * dims : 0);
 #pragma unroll
-  for (int i = 0; i < Each; ++i) {
-    const int c = index + i * Threads;
-    for (int w = length; c < Own && (h % R == 0 || c >= 2 * Dk) && w < length + W - 1; ++w) {
-      const int from = w + 1 - W;
-      const T kept = from < 0 ? conv[w * dims + channel[i]] : qkv[from * stride + channel[i]];
-      new_conv[(w - length) * dims + channel[i]] =
-          Masked && from >= 0 && !is_set(mask[from]) ? T(0.0f) : kept;
+    for (int i = 0; i < Each; ++i) {
+      const int c = index + i * Threads;
+      for (int w = length; c < Own && (h % R == 0 || c >= 2 * Dk) && w < length + W - 1; ++w) {
+        const int from = w + 1 - W;
+        const T kept = from < 0 ? conv[w * dims + channel[i]] : qkv[from * stride + channel[i]];
+        window[(w - length) * dims + channel[i]] =
+            Masked && from >= 0 && !is_set(mask[from]) ? T(0.0f) : kept;
+      }
     }
   }
   for (int t = 0; t < tokens; ++t) {
@@ -374,11 +390,11 @@ inline void delta_step(
     for (int r = 0; r < Rows && col == 0; ++r) {
       y[(at_token * Hv + h) * Dv + row + r * Step] = T(out[r] * scale * gate[r]);
     }
+    if (Every) {
+      store_rows<Rows, Step * Dk, E>(new_state + at + (long)t * heads * Dv * Dk, s);
+    }
   }
-#pragma unroll
-  for (int i = 0; i < Rows * N; ++i) {
-    const int r = i / N, e = i % N * 4;
-    const pack<float, 4> four = {{s[r][e], s[r][e + 1], s[r][e + 2], s[r][e + 3]}};
-    store_pack(new_state + at + r * Step * Dk + 8 * e, four);
+  if (!Every) {
+    store_rows<Rows, Step * Dk, E>(new_state + at, s);
   }
 }

@@ -12,7 +12,9 @@ Shapes:
     mask: ``[B, T]`` bool or None; a token at False counts as zeros in the convolution and leaves
     the state as it was. lengths: ``[B]`` int32 or None; the new window ends after so many tokens.
     gate: ``"silu"`` or ``"sigmoid"``.
-    returns: y ``[B, T, Hv Dv]``, the new conv state and the new state.
+    returns: y ``[B, T, Hv Dv]``, the new conv state and the new state; with `every` two lists of T,
+    the states after each token, every one with the bits of a call of one token. There is no mask
+    then, and no lengths.
 
 Convolution (causal, depthwise, with carried state):
 
@@ -58,6 +60,7 @@ from mlx_moeflux.kernels.delta.gated_delta import (
     gated_delta_chunkwise_fused,
     gated_delta_recurrent_fused,
     normalise_qk,
+    token_by_token,
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
@@ -120,6 +123,15 @@ def split_rows(rows: mx.array, Hv: int, Dv: int) -> list[mx.array]:
     return list(mx.split(rows, [rows.shape[-1] - end for end in ends], axis=-1))
 
 
+def check_whole(mask: mx.array | None, lengths: mx.array | None) -> None:
+    """
+    Raises:
+        ShapeError: There is one, with which nobody asks for the states after each token.
+    """
+    if mask is not None or lengths is not None:
+        raise ShapeError("delta mixer: the states after every token have no mask and no lengths.")
+
+
 def delta_mixer(
     qkv: mx.array,
     z: mx.array | None,
@@ -136,9 +148,20 @@ def delta_mixer(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
     gate: str = "silu",
+    every: bool = False,
     steps: Any = References,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, Any, Any]:
     """The module's formulas in plain MLX; `steps` computes the delta rule."""
+    if every:
+        check_whole(mask, lengths)
+        around = {"conv_weight": conv_weight, "a_log": a_log, "dt_bias": dt_bias, "gate": gate}
+        around |= {"norm_weight": norm_weight, "eps": eps, "steps": steps}
+        tokens = (
+            [None if part is None else part[:, t : t + 1] for part in (qkv, z, a, b)]
+            for t in range(qkv.shape[1])
+        )
+        mixer = functools.partial(delta_mixer, **around)
+        return token_by_token(mixer, tokens, conv_state, state)
     Hv, Dv, Dk = state.shape[1:]
     if z is None:
         qkv, z, a, b = split_rows(qkv, Hv, Dv)
@@ -182,10 +205,10 @@ STEP = MetalKernel(
     body="""
         threadgroup float token[(2 * Dk + Dv) / 32 * 33 + 2];
         threadgroup float scratch[Simdgroups];
-        delta_step<T, Hk, Hv, Dk, Dv, W, 0, Simdgroups, Masked, Ragged, Sigmoid>(
+        delta_step<T, Hk, Hv, Dk, Dv, W, 0, Simdgroups, Masked, Ragged, Sigmoid, Every>(
             qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
             new_state, as_type<float>(Epsilon), qkv_shape[1], token, scratch,
-            threadgroup_position_in_grid.x, thread_index_in_threadgroup);
+            threadgroup_position_in_grid.x, threadgroups_per_grid.x, thread_index_in_threadgroup);
     """,
 )  # fmt: skip
 
@@ -198,11 +221,11 @@ STEP_OF_ROWS = MetalKernel(
     body="""
         threadgroup float token[(2 * Dk + Dv) / 32 * 33 + 2];
         threadgroup float scratch[Simdgroups];
-        delta_step<T, Hk, Hv, Dk, Dv, W, Row, Simdgroups, false, false, Sigmoid>(
+        delta_step<T, Hk, Hv, Dk, Dv, W, Row, Simdgroups, false, false, Sigmoid, Every>(
             row, conv, weight, row + 2 * Hk * Dk + Hv * Dv, row + 2 * Hk * Dk + 2 * Hv * Dv,
             row + 2 * Hk * Dk + 2 * Hv * Dv + Hv, a_log, dt_bias, state, norm, row, nullptr, y,
             new_conv, new_state, as_type<float>(Epsilon), row_shape[1], token, scratch,
-            threadgroup_position_in_grid.x, thread_index_in_threadgroup);
+            threadgroup_position_in_grid.x, threadgroups_per_grid.x, thread_index_in_threadgroup);
     """,
 )
 
@@ -223,8 +246,9 @@ def delta_step(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
     gate: str = "silu",
+    every: bool = False,
     threads: int | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, Any, Any]:
     """The whole mixer in one launch, token by token: for decode.
 
     A threadgroup of at most `threads` takes a value head, so that the gated norm needs no second
@@ -238,6 +262,7 @@ def delta_step(
         gate,
         threads,
         launcher.backend().name,
+        every,
     )
     y, new_conv, new_state = STEP(
         qkv,
@@ -254,7 +279,12 @@ def delta_step(
         no_lengths() if lengths is None else lengths,
         **launch,
     )
-    return y, new_conv, new_state
+    return (y, apart(new_conv), apart(new_state)) if every else (y, new_conv, new_state)
+
+
+def apart(states: mx.array) -> list[mx.array]:
+    """Return the states ``[B, ...]`` of ``[T, B, ...]``, as views."""
+    return [states[t : t + 1].squeeze(0) for t in range(len(states))]
 
 
 def delta_step_of_rows(
@@ -268,7 +298,8 @@ def delta_step_of_rows(
     norm_weight: mx.array,
     eps: float,
     gate: str = "silu",
-) -> tuple[mx.array, mx.array, mx.array]:
+    every: bool = False,
+) -> tuple[mx.array, Any, Any]:
     """:func:`delta_step` of rows ``[B, T, 2 Hk Dk + 2 Hv Dv + 2 Hv]`` that hold qkv, z, a and b."""
     B, T, width = row.shape
     Hv, Dv = state.shape[1:3]
@@ -287,13 +318,14 @@ def delta_step_of_rows(
         gate,
         None,
         launcher.backend().name,
+        every,
     )
     template = {**launch["template"], "Row": width}
     y, new_conv, new_state = STEP_OF_ROWS(
         *(row, conv_state.astype(dtype), conv_weight, a_log, dt_bias, state, norm_weight),
         **{**launch, "template": template},
     )
-    return y, new_conv, new_state
+    return (y, apart(new_conv), apart(new_state)) if every else (y, new_conv, new_state)
 
 
 class Shapes(NamedTuple):
@@ -319,7 +351,7 @@ def signature_of(qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths):
 
 
 @functools.lru_cache(maxsize=1024)
-def _step_launch(signature, shapes, dtypes, eps, gate, threads, backend) -> dict[str, Any]:
+def _step_launch(signature, shapes, dtypes, eps, gate, threads, backend, every) -> dict[str, Any]:
     (B, T, D), W, dtype = signature[0][0], signature[0][3][-1], signature[1][0]
     if len(shapes[1]) != 4:
         raise ShapeError(f"delta mixer: state is {list(shapes[1])}, expected four axes.")
@@ -333,17 +365,19 @@ def _step_launch(signature, shapes, dtypes, eps, gate, threads, backend) -> dict
             f"{[str(d) for d in dtypes]}; expected {[list(shape) for shape in wanted]}, {dtype} "
             "and float32."
         )
+    times = (T,) * every
     simdgroups = _simdgroups(Dv, threads or _step_threads(Dk, Dv, backend))
     return {
         "template": {
             **template_of(s, signature),
             "Sigmoid": is_sigmoid(gate),
+            "Every": every,
             "Simdgroups": simdgroups,
             "Epsilon": float_bits(eps),
         },
         "grid": (32 * simdgroups * B * Hv, 1, 1),
         "threadgroup": (32 * simdgroups, 1, 1),
-        "output_shapes": [wanted[0], (B, W - 1, D), wanted[1]],
+        "output_shapes": [wanted[0], *((*times, *shape) for shape in ((B, W - 1, D), wanted[1]))],
         "output_dtypes": [dtype, dtype, mx.float32],
     }
 
@@ -541,6 +575,7 @@ def delta_mixer_fused(
     mask=None,
     lengths=None,
     gate: str = "silu",
+    every: bool = False,
     steps: Any = None,
 ):
     """One launch for up to ``STEP_UP_TO`` tokens; else prepare, delta rule as the table of
@@ -550,7 +585,15 @@ def delta_mixer_fused(
 
     Raises:
         ShapeError: Key or value width is no multiple of 32, or shapes or dtypes do not fit.
+        UnsupportedError: The states after every one of more than ``STEP_UP_TO`` tokens are asked.
     """
+    if every:
+        check_whole(mask, lengths)
+    if every and qkv.shape[1] > STEP_UP_TO:
+        raise UnsupportedError(
+            f"delta mixer: one launch gives the states after {STEP_UP_TO} tokens, not after "
+            f"{qkv.shape[1]}; take the reference."
+        )
     around = {
         "conv_weight": conv_weight,
         "conv_state": conv_state,
@@ -564,11 +607,11 @@ def delta_mixer_fused(
     if z is None:
         if T <= STEP_UP_TO and mask is None and lengths is None:
             del around["mask"], around["lengths"]
-            return delta_step_of_rows(qkv, state=state, **end, **around)
+            return delta_step_of_rows(qkv, state=state, every=every, **end, **around)
         qkv, z, a, b = split_rows(qkv, Hv, Dv)
     B, T, D = qkv.shape
     if T <= STEP_UP_TO:
-        return delta_step(qkv, z, a, b, state=state, **end, **around)
+        return delta_step(qkv, z, a, b, state=state, every=every, **end, **around)
     q, k, v, log_decay, beta, new_conv = delta_prepare(
         qkv, a, b, key_heads=(D - Hv * Dv) // (2 * Dk), key_dim=Dk, **around
     )

@@ -32,6 +32,7 @@ operation takes 170,000 at T = 1024)::
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -53,6 +54,25 @@ def l2_normalise(x: mx.array) -> mx.array:
     """``[..., D]`` to unit length over D, in float32, returned in the dtype of x."""
     f = x.astype(mx.float32)
     return (f * mx.rsqrt((f * f).sum(axis=-1, keepdims=True) + L2_EPSILON)).astype(x.dtype)
+
+
+def token_by_token(
+    mixer: Callable[..., tuple[mx.array, mx.array, mx.array]],
+    tokens: Iterable[Sequence[mx.array | None]],
+    conv_state: mx.array,
+    state: mx.array,
+) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+    """Call a ``delta_mixer`` for one token after another; return what it gives with ``every``.
+
+    tokens: What is projected of each, ``[B, 1, ...]``.
+    """
+    results, windows, states = [], [], []
+    for token in tokens:
+        y, conv_state, state = mixer(*token, conv_state=conv_state, state=state)
+        results.append(y)
+        windows.append(conv_state)
+        states.append(state)
+    return mx.concatenate(results, axis=1), windows, states
 
 
 def normalise_qk(q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:

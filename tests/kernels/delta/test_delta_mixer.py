@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.cpu.blas_delta import delta_mixer_blas
 from mlx_moeflux.kernels.delta import delta_mixer
 from tests.kernels.cases import PAST
 from tests.kernels.delta.inputs import gated_norm, mixer, mixer_inputs, prepared
@@ -19,6 +20,7 @@ from tests.kernels.metal.variant import plain_name
 
 FLOOR = 2e-6
 NAMES = ("y", "conv", "state")
+IN = ("qkv", "z", "a", "b")
 
 
 def limits(inputs, truth):
@@ -75,7 +77,7 @@ def step_cases(name, inputs, **options):
 
 def in_rows(inputs):
     """The same with qkv, z, a and b in rows of one array."""
-    parts = [inputs[name] for name in ("qkv", "z", "a", "b")]
+    parts = [inputs[name] for name in IN]
     return inputs | {"qkv": mx.concatenate(parts, axis=-1)} | dict.fromkeys("zab")
 
 
@@ -89,6 +91,25 @@ def rows_cases(name, inputs):
             bounds[i],
         )
         for i, part in enumerate(NAMES)
+    ]
+
+
+def first_tokens(inputs, count):
+    return inputs | {name: inputs[name][:, :count] for name in IN}
+
+
+def every_cases(name, inputs, given):
+    """The states after each token. given: The arguments as the launch takes them."""
+    bounds, T = limits(inputs, mixer(inputs)), inputs["qkv"].shape[1]
+    return [
+        Case(
+            f"{name} {part}",
+            lambda i=i: list(delta_mixer.delta_mixer_fused(**given, every=True)[i]),
+            lambda i=i: [mixer(first_tokens(inputs, t + 1))[i] for t in range(T)],
+            bounds[i],
+        )
+        for i, part in enumerate(NAMES)
+        if i > 0
     ]
 
 
@@ -125,16 +146,19 @@ def norm_limit(inputs):
 
 NORM = norm_inputs((1, 3, 2), 192, mx.float32)
 SIGMOID = norm_inputs((2, 3), 64, mx.float32) | {"gate": "sigmoid"}
+EVERY = mixer_inputs(2, 3, 1, 2, 32, 64, 3)
 CASES = {
     "delta_step": [
         *step_cases("masked", mixer_inputs(1, 3, 1, 2, 32, 32, 4, masked=True)),
         *step_cases("two tokens", mixer_inputs(2, 2, 1, 3, 64, 32, 4, masked=True, ragged=True)),
         *step_cases("one token", mixer_inputs(1, 1, 2, 4, 32, 64, 3), threads=256),
         *step_cases("a gate of sigmoid", mixer_inputs(1, 2, 1, 1, 32, 32, 2, gate="sigmoid")),
+        *every_cases("every token", EVERY, EVERY),
     ],
     "delta_step_of_rows": [
         *rows_cases("one token", mixer_inputs(2, 1, 2, 4, 32, 64, 3)),
         *rows_cases("three tokens", mixer_inputs(2, 3, 1, 2, 64, 32, 4, gate="sigmoid")),
+        *every_cases("every token", EVERY, in_rows(EVERY)),
     ],
     "delta_prepare": [
         *prepare_cases("masked", mixer_inputs(2, 11, 1, 2, 64, 32, 4, masked=True, ragged=True)),
@@ -198,6 +222,46 @@ def check(actual, inputs):
 def test_step(dtype, T):
     inputs = mixer_inputs(2, T, 2, 4, 96, 64, 4, dtype=dtype, masked=T > 1, seed=T)
     check(delta_mixer.delta_step(**inputs), inputs)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("form", ["apart", "in rows"])
+@pytest.mark.parametrize(
+    "dtype", [mx.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])], ids=str
+)
+def test_every_state_has_the_bits_of_single_calls(form, dtype):
+    inputs = mixer_inputs(1, 4, 2, 4, 64, 32, 4, dtype=dtype)
+    check_every(delta_mixer.delta_mixer_fused, in_rows(inputs) if form == "in rows" else inputs)
+
+
+@pytest.mark.parametrize("mixed", [delta_mixer.delta_mixer, delta_mixer_blas])
+def test_every_state_has_the_bits_of_single_calls_on_the_cpu(mixed):
+    check_every(mixed, mixer_inputs(1, 4, 2, 4, 64, 32, 4))
+    check_every(mixed, in_rows(mixer_inputs(2, 3, 1, 2, 32, 32, 2)))
+
+
+def check_every(mixed, inputs):
+    """Each state, and y, against a call of one token from the state before."""
+    y, windows, states = mixed(**inputs, every=True)
+    before = {name: inputs[name] for name in ("conv_state", "state")}
+    for t in range(inputs["qkv"].shape[1]):
+        token = {n: None if inputs[n] is None else inputs[n][:, t : t + 1] for n in IN}
+        single, *after = mixed(**inputs | token | before)
+        for a, b in zip((y[:, t : t + 1], windows[t], states[t]), (single, *after), strict=True):
+            assert mx.isfinite(b).all().item()
+            assert a.dtype == b.dtype
+            assert mx.array_equal(a, b).item()
+        before = dict(zip(before, after, strict=True))
+
+
+def test_every_state_is_refused_where_it_is_not_known():
+    inputs = mixer_inputs(1, 3, 1, 2, 32, 32, 4, masked=True)
+    for mixed in (delta_mixer.delta_mixer, delta_mixer.delta_mixer_fused):
+        with pytest.raises(ShapeError, match="no mask"):
+            mixed(**inputs, every=True)
+    inputs = mixer_inputs(1, delta_mixer.STEP_UP_TO + 1, 1, 2, 32, 32, 4)
+    with pytest.raises(UnsupportedError, match="take the reference"):
+        delta_mixer.delta_mixer_fused(**inputs, every=True)
 
 
 @pytest.mark.usefixtures("device")
