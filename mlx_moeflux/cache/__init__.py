@@ -6,7 +6,7 @@ mlx-lm's generators call, without importing mlx_lm. A ``SequenceState`` is the l
 entries, with snapshots, checkpoints and files.
 """
 
-from mlx_moeflux.cache.base import BaseCache, Mark, check_positions, transaction
+from mlx_moeflux.cache.base import MOST_ROWS, BaseCache, Mark, check_positions, transaction
 from mlx_moeflux.cache.delta import RecurrentCache
 from mlx_moeflux.cache.kv import (
     AttentionCache,
@@ -16,7 +16,7 @@ from mlx_moeflux.cache.kv import (
     LatentCache,
 )
 from mlx_moeflux.cache.ngrams import NgramCache
-from mlx_moeflux.cache.rows import MOST_ROWS, keep_rows
+from mlx_moeflux.cache.rows import keep_rows
 from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot
 from mlx_moeflux.cache.state.spec import StateSpec
 

@@ -37,6 +37,10 @@ class Mark:
         self.spent = False
 
 
+MOST_ROWS = 4
+"""Rows that a call reads on trial at most."""
+
+
 class Rows:
     """Columns that were read on trial, see :mod:`mlx_moeflux.cache.rows`.
 
@@ -191,6 +195,13 @@ class BaseCache:
         """Remember the states before and after each of the next `count` columns."""
         self.rows = Rows(self.columns, count, [self._row_state()])
 
+    def rows_ahead(self) -> int:
+        """Return how many columns the next traced step may take at once."""
+        return MOST_ROWS if self.takes_steps else 0
+
+    def next_row(self) -> None:
+        """Do nothing: what writes a row counts it. A traced stand-in counts here."""
+
     def _row_state(self) -> Any:
         """Return what :meth:`_back_to` needs of this moment."""
         raise NotImplementedError
@@ -207,14 +218,8 @@ class BaseCache:
         if n < rows.count:
             self._back_to(rows.start + n, rows.states[: n + 1])
 
-    def _counted(self, T: int) -> None:
-        """Count T columns as written and call the hook."""
-        self.columns += T
-        if self.on_advance is not None:
-            self.on_advance()
-        rows = self.rows
-        if rows is None:
-            return
+    def _note_row(self, rows: Rows) -> None:
+        """Keep the state after a row on trial; a column behind the last one ends the trial."""
         if self.columns > rows.start + rows.count:
             self.rows = None
         elif len(rows.states) <= self.columns - rows.start:

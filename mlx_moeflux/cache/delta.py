@@ -81,14 +81,18 @@ class RecurrentCache(BaseCache):
 
     def advance(self, T: int) -> None:
         """Count T columns as written, call the hook, and keep the state if it is watched here."""
-        self._counted(T)
+        self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
+        if self.rows is not None:
+            self._note_row(self.rows)
         if self.columns in self._watched:
             self._seen_at[self.columns] = self._arrays()
 
     # One column at a time.
 
-    def begin_step(self) -> tuple[mx.array | None, ...]:
-        """Return the arrays, which a step of one column reads."""
+    def begin_step(self, count: int = 1) -> tuple[mx.array | None, ...]:
+        """Return the arrays, which a step of `count` columns reads."""
         return self._arrays()
 
     def end_step(self, *arrays: mx.array) -> None:

@@ -114,7 +114,11 @@ class AttentionCache(BaseCache):
 
     def advance(self, T: int) -> None:
         """Count T columns as written (``update_and_fetch`` does so itself) and call the hook."""
-        self._counted(T)
+        self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
+        if self.rows is not None:
+            self._note_row(self.rows)
 
     def positions(self, T: int) -> int | mx.array:
         """Return the position of the next column, as ``mx.fast.rope`` takes its offset.
@@ -182,9 +186,13 @@ class AttentionCache(BaseCache):
 
     # Appending one row at a time.
 
-    def begin_step(self) -> tuple[mx.array, ...]:
-        """Return buffers and tail for a step of one column: rows before ``tail_start(columns)`` are
-        in the buffers, the others in the tail."""
+    def rows_ahead(self) -> int:
+        """Return what :meth:`BaseCache.rows_ahead` does; all are in one tail."""
+        return min(super().rows_ahead(), TAIL_ROWS - self.columns % TAIL_ROWS)
+
+    def begin_step(self, count: int = 1) -> tuple[mx.array, ...]:
+        """Return buffers and tail for a step of `count` columns, which fit into one tail: rows
+        before ``tail_start(columns)`` are in the buffers, the others in the tail."""
         if self._tail is None or self._tail.start != tail_start(self.columns):
             self.flush()
             self._reserve([buffer[:, :, :1] for buffer in self._buffers])
@@ -194,7 +202,8 @@ class AttentionCache(BaseCache):
         return *self._buffers, *self._tail.arrays
 
     def end_step(self, *tail: mx.array) -> None:
-        """Store the tail of :meth:`begin_step` with the new row and count its column."""
+        """Store the tail of :meth:`begin_step` with the new row, and perhaps others behind it, and
+        count its column."""
         self._tail = Tail(self._tail.start, tail)
         self.advance(1)
 
@@ -439,7 +448,8 @@ class ChosenPositions:
     """Positions that the indexer of one layer chose, for the layers behind it that have none.
 
     Each part of a layer's input has its own, int32 ``[B, T, k]``, under the column of its first
-    token; that of a traced step is under 0. parts: What an earlier segment of a step chose.
+    token; those of a traced step are under the numbers of its rows. parts: What an earlier segment
+    of a step chose.
     """
 
     def __init__(self, parts: Iterable[mx.array] = ()) -> None:
@@ -556,10 +566,18 @@ class IndexedCache(AttentionCache):
         plain = {self.columns < indexer.plain_until(first) for first in padding}
         return len(plain) == 1 and not any(first % indexer.ratio for first in padding)
 
-    def begin_step(self) -> tuple[Any, ...]:
+    def rows_ahead(self) -> int:
+        """Return what :meth:`AttentionCache.rows_ahead` does; all or none see everything."""
+        count = super().rows_ahead()
+        if count and self.indexer is not None:
+            plain = self.indexer.plain_until(self.first_column) - self.columns
+            count = min(count, plain) if plain > 0 else count
+        return count
+
+    def begin_step(self, count: int = 1) -> tuple[Any, ...]:
         """Return what :meth:`AttentionCache.begin_step` does, and the blocks before the tail; None
         if every token is seen."""
-        arrays, indexer = super().begin_step(), self.indexer
+        arrays, indexer = super().begin_step(count), self.indexer
         if indexer is None or self.columns < indexer.plain_until(self.first_column):
             return *arrays, None
         return *arrays, self._made(indexer, tail_start(self.columns))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -42,7 +43,7 @@ class NgramCache(RecurrentCache):
 
     declared, kind = NGRAMS, NGRAMS.name
     _fed: Fed | None = None
-    _tokens_after: Any = None
+    _tokens_after: Iterator[mx.array] = iter(())
 
     def history(self, ids: np.ndarray, context: int) -> np.ndarray:
         """Return int32 ``[B, context + T]``: the last tokens, then ids ``[B, T]``, each plus one, 0
@@ -60,29 +61,33 @@ class NgramCache(RecurrentCache):
         """Take the tokens of a call of T columns, see :meth:`history`, and their rows."""
         self._fed = Fed(history, self.columns, self.columns + T, reading)
 
-    def taken(self, T: int) -> tuple[mx.array, mx.array]:
-        """Return the rows ``[B, T, heads, width]`` of the next T tokens, and ``tokens`` after
-        them. ``advance(T)`` is the caller's to call."""
+    def taken(self, T: int, skip: int = 0) -> tuple[mx.array, mx.array]:
+        """Return the rows ``[B, T, heads, width]`` of the next T tokens behind `skip`, and
+        ``tokens`` after them. ``advance(T)`` is the caller's to call."""
         if self._fed is None:
             raise InputError(
                 "a layer with n-grams was called by itself; call the model, which knows the ids."
             )
         history, start, stop, reading = self._fed
-        first, context = self.columns - start, history.shape[1] - (stop - start)
+        first, context = self.columns + skip - start, history.shape[1] - (stop - start)
         ends = np.full(len(history), first + T)
         if self.lengths is not None:
             ends = first + np.clip(np.array(self.lengths), 0, T)
         last = np.take_along_axis(history, ends[:, None] + np.arange(context), axis=1)
         return reading.rows()[:, first : first + T], mx.array(last)
 
-    def begin_step(self) -> tuple[mx.array, ...]:
-        """Return the arrays that a step of one column reads and changes, and the token's rows."""
-        rows, self._tokens_after = self.taken(1)
+    def begin_step(self, count: int = 1) -> tuple[mx.array, ...]:
+        """Return the arrays that a step of `count` columns reads and changes, and the tokens'
+        rows."""
+        taken = [self.taken(1, skip) for skip in range(count)]
+        self._tokens_after = iter([tokens for _, tokens in taken])
+        rows = [rows for rows, _ in taken]
+        rows = rows[0] if count == 1 else mx.concatenate(rows, axis=1)
         return self.conv, self.delta, self.ngram_conv, rows
 
     def end_step(self, *arrays: mx.array) -> None:
         """See :meth:`RecurrentCache.end_step`."""
-        super().end_step(*arrays, self._tokens_after)
+        super().end_step(*arrays, next(self._tokens_after))
 
     def advance(self, T: int) -> None:
         """See :meth:`RecurrentCache.advance`; lets go of the rows after a call's last token."""

@@ -210,13 +210,13 @@ class PagedCache(AttentionCache):
             self._kind is AttentionCache and not self._windowed and self._pool.block == BLOCK_TOKENS
         )
 
-    def begin_step(self) -> tuple[mx.array, ...]:
+    def begin_step(self, count: int = 1) -> tuple[mx.array, ...]:
         """Return pools and tail, see :meth:`AttentionCache.begin_step`, and the block table."""
-        self._pool.reserve([n + 1 for n in self.seen()])
+        self._pool.reserve([n + count for n in self.seen()])
         if self._tail is None or self._tail.start != tail_start(self.columns):
             self.flush()
             self._tail = self._cut()
-        table = self._pool.table(self.rows_for(self.columns + 1) // self._pool.block)
+        table = self._pool.table(self.rows_for(self.columns + count) // self._pool.block)
         return *self._buffers, *self._tail.arrays, table
 
     def _cut(self) -> Tail:

@@ -13,8 +13,6 @@ from typing import Any
 from mlx_moeflux.cache.state.sequence import SequenceState
 from mlx_moeflux.errors import CacheError, UnsupportedError
 
-MOST_ROWS = 4
-
 
 def check_rows(cache: Sequence[Any]) -> None:
     """Raise an error unless every entry can read rows on trial.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import rows
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix
 from mlx_moeflux.kernels.operation import Implementation
@@ -201,6 +203,11 @@ def from_whole_bank(
     mix = compute.mixer(x, weights, bank)
     if mix is not None:
         return compute.mixed(mix, x, slots, weights, bank)
+    if rows.calls.count > 1 and device.kind() != "cpu":
+        # Stock MLX promises a row no bits there beside others.
+        args, names = (x, ids, weights), ("x", "ids", "weights")
+        alone = partial(from_whole_bank, bank=bank, compute=compute, table=table, padded=padded)
+        return rows.one_by_one(alone, N, args, {}, names, names)
     chunk = max(1, compute.pairs_at_once(bank) // K)
     if padded:
         real = slots < bank.slots  # [N, K]

@@ -36,6 +36,8 @@ class Implementation:
         None: as many as the reference.
     adds: Adds the terms of some pairs to an array of the host, for a call that is made in parts;
         None: it cannot.
+    joins: Whether each of up to four rows of a call has the bits of a call by itself, or, by the
+        call's arguments, whether it has; see :mod:`~mlx_moeflux.kernels.rows`.
     """
 
     function: Function
@@ -44,6 +46,7 @@ class Implementation:
     takes: Callable[..., bool] | None = None
     pair_bytes: Callable[..., int] | None = None
     adds: Callable[..., None] | None = None
+    joins: bool | Callable[..., bool] = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -51,6 +54,10 @@ class Implementation:
     def implementation(self, *args: Any, **kwargs: Any) -> Implementation:
         """Return itself: it may stand where one is chosen for a call."""
         return self
+
+    def joins_rows(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True if each row of a call with these arguments has the bits of one by itself."""
+        return self.joins(*args, **kwargs) if callable(self.joins) else self.joins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,9 @@ class Operation:
         Where one of them is chosen by name, this operation is composed of them. One that another of
         them replaces is in the list too.
     composed: True if the reference consists of nothing but those, which have trials of their own.
+    rows: Arguments that have a row for each row of one sequence, on their first axis, where a model
+        calls it for several of them; (): those of `tokens`.
+    reference_joins: Whether the reference `joins`, as an implementation does.
     equal_rows: False if stock MLX on a GPU promises no row of the reference the same bits in
         another bank and beside other rows.
     floor: How many times the usual error of a trial an implementation may have where the reference
@@ -101,6 +111,8 @@ class Operation:
     chooses: bool = False
     replaces: tuple[str, ...] = ()
     composed: bool = False
+    rows: tuple[str, ...] = ()
+    reference_joins: bool | Callable[..., bool] = False
     equal_rows: bool = True
     floor: float = 1.0
     example_tokens: int = T
@@ -110,11 +122,15 @@ class Operation:
     implementations: dict[str, Implementation] = field(init=False)
 
     def __post_init__(self) -> None:
-        every = {REFERENCE: Implementation(self.reference), **self.others}
-        object.__setattr__(self, "implementations", every)
+        reference = Implementation(self.reference, joins=self.reference_joins)
+        object.__setattr__(self, "implementations", {REFERENCE: reference, **self.others})
+        object.__setattr__(self, "rows", self.rows or tuple(self.tokens))
         known = set(inspect.signature(self.reference).parameters)
         faults = [
-            *(f"'{name}' is no argument" for name in {*self.tokens, *self.shrunk} - known),
+            *(
+                f"'{name}' is no argument"
+                for name in {*self.tokens, *self.shrunk, *self.rows} - known
+            ),
             *["it has steps and replaces nothing"] * ("steps" in known and not self.replaces),
             *["its reference takes no steps"] * ("steps" not in known and bool(self.replaces)),
             *["it replaces nothing and is composed"] * (self.composed and not self.replaces),

@@ -29,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, MoefluxError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels import dispatch, rows
 from mlx_moeflux.kernels.attention.append import APPEND_ROW
 from mlx_moeflux.kernels.attention.attention import SDPA
 from mlx_moeflux.kernels.attention.choose_blocks import CHOOSE_BLOCKS
@@ -115,6 +115,7 @@ class Dispatcher:
         self.record, self.name, self.choice, self._mode = record, record.name, choice, mode
         self.chosen_by_name = choice != AUTO
         self._implementations = record.implementations
+        self._arguments = tuple(signature(record.reference).parameters)
         self.reference = self._implementations[REFERENCE]
         self._fixed = (
             Implementation(_without_steps(record, choice))
@@ -143,12 +144,15 @@ class Dispatcher:
         """Take the reference with the operations of `steps`, unless one is chosen by name."""
         if not self.chosen_by_name:
             self.choice = REFERENCE
-            composed = Implementation(partial(self.reference.function, steps=steps))
+            composed = partial(self.reference.function, steps=steps)
+            composed = replace(self.reference, function=composed)
             self._fixed = self.reference = composed
 
     def __call__(self, *args, use_kernel: str | None = None, **kwargs):
         if use_kernel is not None and use_kernel != AUTO:
             return _named(self.record, use_kernel).function(*args, **kwargs)
+        if rows.calls.count > 1:
+            return self._in_rows(rows.calls.count, args, kwargs)
         if use_kernel is None and self._fixed is not None:
             self.called = True
             return self._by_name().function(*args, **kwargs)
@@ -165,6 +169,27 @@ class Dispatcher:
         result = self.reference.function(*args, **kwargs)
         self._fell_back(best[0], reason)
         return result
+
+    def _in_rows(self, count: int, args: tuple, kwargs: dict) -> Any:
+        """Compute a call of `count` rows, see :mod:`~mlx_moeflux.kernels.rows`."""
+        if self._fixed is not None:
+            best = self.choice, self._by_name()
+        else:
+            best = self._best(args) or (REFERENCE, self.reference)
+        if best[1].joins_rows(*args, **kwargs):
+            try:
+                if self._fixed is None and self._checks_first_use and self._needs_trials():
+                    result, right = trials.launched(self.record, *best, args, kwargs)
+                    if right:
+                        return result
+                else:
+                    return best[1].function(*args, **kwargs)
+            except (ShapeError, UnsupportedError):
+                pass  # so it would refuse a row
+        return self._one_by_one(self, count, args, kwargs)
+
+    def _one_by_one(self, function: Callable[..., Any], count: int, args: Any, kwargs: Any) -> Any:
+        return rows.one_by_one(function, count, args, kwargs, self._arguments, self.record.rows)
 
     def _by_name(self) -> Implementation:
         """Return what was chosen; training takes references, but given callables stay."""
@@ -201,17 +226,23 @@ class Dispatcher:
         for all of them."""
         if self._fixed is not None:
             self.called = True
-            return self._by_name()
-        best = self._best(args)
-        if best is None:
-            return self.reference
-        name, found = best
-        if found.takes is not None and not found.takes(*args, **kwargs):
-            self._fell_back(name, "it does not take these arguments")
-            return self.reference
-        if self._checks_first_use and self._needs_trials():
-            return replace(found, function=lambda *args, **kwargs: self._try(best, args, kwargs))
-        return found
+            found = self._by_name()
+        elif (best := self._best(args)) is None:
+            found = self.reference
+        elif best[1].takes is not None and not best[1].takes(*args, **kwargs):
+            self._fell_back(best[0], "it does not take these arguments")
+            found = self.reference
+        elif self._checks_first_use and self._needs_trials():
+            found = replace(best[1], function=lambda *args, **kwargs: self._try(best, args, kwargs))
+        else:
+            found = best[1]
+        if rows.calls.count == 1 or found is self.reference or found.joins_rows(*args, **kwargs):
+            return found
+
+        def one_by_one(*args, **kwargs):
+            return self._one_by_one(found.function, len(args[0]), args, kwargs)
+
+        return replace(found, function=one_by_one, adds=None)
 
     def takes(self, *args, **kwargs) -> bool:
         """Return True if :meth:`implementation` gives another than the reference for these
@@ -222,9 +253,10 @@ class Dispatcher:
         return best is not None and (best[1].takes is None or best[1].takes(*args, **kwargs))
 
     def size(self, args: Sequence[Any]) -> int:
-        """Return what a row's "from" counts: tokens of a sequence, or rows."""
+        """Return what a row's "from" counts: tokens of a sequence, or rows, of several rows of one
+        sequence those of one."""
         axes = self.record.size
-        return 1 if axes is None else math.prod(args[0].shape[axes])
+        return 1 if axes is None else math.prod(args[0].shape[axes]) // rows.calls.count or 1
 
     def row_name(self, args: Sequence[Any]) -> str:
         """Return the name of the table's rows for a call: those of its kind, if it has any."""

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import KVCache
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.layers import project_normed, weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
+from mlx_moeflux.models.rows import RowsEntry
 
 
 class Attention(Module):
@@ -84,7 +84,7 @@ class Attention(Module):
             self._factors = factors if yarn.attention_factor != 1.0 else None
             mx.eval(self._rope_options, self._factors)
 
-    def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm | None) -> mx.array:
+    def __call__(self, x: mx.array, cache: Any, norm: nn.RMSNorm | None) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -119,18 +119,27 @@ class Attention(Module):
             offset=cache.positions(T),
             **self._rope_options,
         )
-        options = {"scale": self.scale, "gate": gate}
-        if "sinks" in self:
-            options["sinks"] = self.sinks
-        if self.window is not None:
-            options |= cache.windowed(T, self.window)
-        y = self.attend(x, q, k, v, cache, options)
+        if isinstance(cache, RowsEntry):
+            y = cache.each(self._appended, x, q, k, v, gate)
+        else:
+            y = self._appended(cache, x, q, k, v, gate)
         y = y.swapaxes(1, 2)
         if "g_proj" in self:
             y = y * nn.softplus(own[-1].astype(mx.float32)).astype(y.dtype).reshape(B, T, Hq, 1)
         y = y.reshape(B, T, Hq * Dh)
         residual = x if self.residual and norm is not None else None
         return kernels.project(y, weights_of(self.o_proj), residual=residual)[0]
+
+    def _appended(
+        self, cache: Any, x: mx.array, q: mx.array, k: mx.array, v: mx.array, gate: mx.array | None
+    ) -> mx.array:
+        """Do what :meth:`attend` does, within the window. gate: See the operation ``sdpa``."""
+        options = {"scale": self.scale, "gate": gate}
+        if "sinks" in self:
+            options["sinks"] = self.sinks
+        if self.window is not None:
+            options |= cache.windowed(q.shape[2], self.window)
+        return self.attend(x, q, k, v, cache, options)
 
     def attend(
         self,

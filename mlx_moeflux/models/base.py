@@ -228,11 +228,11 @@ class StreamingModel(Module):
         own = self._survey is not None and self._survey.traceable
         return own and not self.training and not observed and declares_traceable(self._router)
 
-    def _can_segment(self, tokens: int) -> bool:
-        """Return True if a step of `tokens` tokens may run from one trace per segment."""
-        pairs = tokens * self._router.num_experts_per_tok
-        own = self._store.steps is not None and self._parts_are_own
-        return own and self._segments.fits(pairs)
+    def _most_in_segments(self) -> int:
+        """Return how many tokens a step may have that runs from one trace per segment."""
+        if self._store.steps is None or not self._parts_are_own:
+            return 0
+        return self._segments.most_pairs() // self._router.num_experts_per_tok
 
     def train(self, mode: bool = True) -> StreamingModel:
         """Switch training mode; in it the references, which have gradients, compute operations."""

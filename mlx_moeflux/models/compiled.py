@@ -35,38 +35,45 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.models.protocol import Decoder
+from mlx_moeflux.models.rows import as_rows
 
 
 class _Attention:
-    """Traced stand-in of an attention entry; positions are arrays. chosen: See
+    """Traced stand-in of an attention entry; positions are arrays. counts: Columns before the step
+    and after each of its rows, int32 ``[1]`` each. chosen: See
     :class:`~mlx_moeflux.cache.LatentCache`."""
 
     chosen: ChosenPositions
+    row = 0
+    """Number of the next row of this step."""
 
     def __init__(
         self,
         arrays: Sequence[mx.array],
-        columns: mx.array,
-        length: mx.array,
+        counts: Sequence[mx.array],
         padding: mx.array | None,
     ):
         half = len(arrays) // 2
         self._buffers, self._tail = tuple(arrays[:half]), tuple(arrays[half:])
-        self._columns, self._length = columns, length
-        self.left_padding = padding
+        self._counts, self.left_padding = counts, padding
 
     @property
-    def ends(self) -> tuple[mx.array, ...]:
-        return self._tail
+    def ends(self) -> list[tuple[mx.array, ...]]:
+        """Arrays after each row of the step, or only the last, which hold those of all."""
+        return [self._tail]
+
+    def next_row(self) -> None:
+        """Count a row."""
+        self.row += 1
 
     def real_tokens(self, T: int) -> None:
         return None
 
     def positions(self, T: int) -> mx.array:
-        return self._columns if self.left_padding is None else self._columns - self.left_padding
+        return self.columns if self.left_padding is None else self.columns - self.left_padding
 
     def windowed(self, T: int, window: int) -> dict[str, Any]:
-        first = self._columns + 1 - window
+        first = self.columns + 1 - window
         padding = 0 if self.left_padding is None else self.left_padding
         return {"start": mx.maximum(first, padding)}
 
@@ -78,10 +85,10 @@ class _Attention:
     @property
     def columns(self) -> mx.array:
         """Column of the next row, int32 ``[1]``."""
-        return self._columns
+        return self._counts[self.row]
 
     def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        return self.appended(kernels.append_row(self._tail, *rows, position=self._columns))
+        return self.appended(kernels.append_row(self._tail, *rows, position=self.columns))
 
     def appended(self, tail: tuple[mx.array, ...]) -> dict[str, Any]:
         """Do what :meth:`append` does, for a tail that holds the new row already."""
@@ -89,7 +96,7 @@ class _Attention:
         return {
             "k": self._buffers[0],
             "v": self._buffers[1],
-            "length": self._length,
+            "length": self._counts[self.row + 1],
             "start": self.left_padding,
             "tail": self._tail,
         }
@@ -138,10 +145,19 @@ class _Recurrent:
     ):
         self._names = [field.name for field in kind.declared.fields]
         vars(self).update(zip(self._names, arrays, strict=True))
+        self._ends: list[tuple[mx.array, ...]] = []
 
     @property
-    def ends(self) -> tuple[mx.array, ...]:
+    def ends(self) -> list[tuple[mx.array, ...]]:
+        """See :attr:`_Attention.ends`."""
+        return self._ends or [self._now()]
+
+    def _now(self) -> tuple[mx.array, ...]:
         return tuple(vars(self)[name] for name in self._names)
+
+    def next_row(self) -> None:
+        """Keep the arrays after a row."""
+        self._ends.append(self._now())
 
     def real_tokens(self, T: int) -> None:
         return None
@@ -159,19 +175,19 @@ class _Indexed(_Attention):
 
     def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
         *pair, index_keys = self._tail
-        own = (mx.arange(TAIL_ROWS) == self._columns % TAIL_ROWS)[:, None]
+        own = (mx.arange(TAIL_ROWS) == self.columns % TAIL_ROWS)[:, None]
         index_keys = mx.where(own, rows[2], index_keys)
-        new = kernels.append_row(tuple(pair), *rows[:2], position=self._columns)
+        new = kernels.append_row(tuple(pair), *rows[:2], position=self.columns)
         return self.appended((*new, index_keys)) | {"tail": new}
 
     def last_step(self, indexer: Any) -> IndexedStep | None:
         """See :meth:`~mlx_moeflux.cache.kv.IndexedCache.last_step`."""
         if self._blocks is None:
             return None
-        start = self._columns // TAIL_ROWS * TAIL_ROWS
+        start = self.columns // TAIL_ROWS * TAIL_ROWS
         keys, values, _ = self._buffers
         return IndexedStep(
-            (keys, values), self._blocks, self._columns, self.left_padding, None, self._tail, start
+            (keys, values), self._blocks, self.columns, self.left_padding, None, self._tail, start
         )
 
 
@@ -183,11 +199,11 @@ class _IndexedLatent(_Attention):
         return self._tail[:2]
 
     def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        new = kernels.append_row(self._tail[:2], *rows[:2], position=self._columns)
+        new = kernels.append_row(self._tail[:2], *rows[:2], position=self.columns)
         return self.appended(new, rows[2])
 
     def appended(self, tail: tuple[mx.array, ...], *rows: mx.array) -> dict[str, Any]:
-        own = (mx.arange(TAIL_ROWS) == self._columns % TAIL_ROWS)[:, None]
+        own = (mx.arange(TAIL_ROWS) == self.columns % TAIL_ROWS)[:, None]
         index_keys = mx.where(own, rows[0], self._tail[2])
         return super().appended((*tail, index_keys)) | {"tail": tuple(tail)}
 
@@ -201,12 +217,14 @@ class _Ngrams(_Recurrent):
 
     def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
         *state, self._rows = arrays
-        self._names = ["conv", "delta", "ngram_conv"]
+        self._names, self._ends = ["conv", "delta", "ngram_conv"], []
         vars(self).update(zip(self._names, state, strict=True))
 
     def taken(self, T: int) -> tuple[mx.array, None]:
         """See :meth:`~mlx_moeflux.cache.ngrams.NgramCache.taken`; the entry keeps the tokens."""
-        return self._rows, None
+        row = len(self._ends)
+        whole = self._rows.shape[1] == T
+        return self._rows if whole else self._rows[:, row : row + T], None
 
 
 # Class of a cache entry -> class of its traced stand-in.
@@ -230,7 +248,8 @@ def _has_stand_in(kind: type) -> bool:
 
 
 class CompiledStep:
-    """One trace of ``forward(tokens [B, 1], entries) -> logits [B, 1, V]``.
+    """One trace of ``forward(tokens [B, 1], entries) -> logits [B, 1, V]``, and one for each number
+    of rows of a sequence, see :mod:`~mlx_moeflux.models.rows`.
 
     forward: Has no side effects except on `entries`. traces: How often it was called; the first
     step makes a trace, and each change of shapes.
@@ -238,7 +257,7 @@ class CompiledStep:
 
     def __init__(self, forward: Callable[[mx.array, Sequence[Any]], mx.array]):
         self._forward = forward
-        self._compiled: dict[tuple[type, ...], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[int, tuple[type, ...]], Callable[..., Any]] = {}
         self.traces = 0
 
     def fits(self, cache: Sequence[Any]) -> bool:
@@ -261,26 +280,29 @@ class CompiledStep:
         tokens: mx.array,
         cache: Sequence[Any],
         *,
+        count: int = 1,
         repeated: Callable[[], object] = lambda: None,
     ) -> mx.array:
         """Return logits ``[B, 1, V]`` of tokens ``[B, 1]``; each entry grows by one column.
-        repeated: See :class:`~mlx_moeflux.kernels.verify.trials.compiled`."""
+
+        count: Rows of one sequence, if B is their number; each entry grows by so many columns.
+        repeated: See :class:`~mlx_moeflux.kernels.verify.trials.compiled`.
+        """
         kinds = tuple(type(entry) for entry in cache)
-        run = self._compiled.get(kinds)
+        run = self._compiled.get((count, kinds))
         if run is None:
-            run = self._compiled[kinds] = trials.compiled(self._traced(kinds))
-        counts, padding = _counts(cache)
-        states = [entry.begin_step() for entry in cache]
-        logits, states = run(tokens, *counts, padding, states, repeated=repeated)
-        for entry, ends in zip(cache, states, strict=True):
-            entry.end_step(*ends)
+            run = self._compiled[count, kinds] = trials.compiled(self._traced(kinds, count))
+        states = [entry.begin_step(count) for entry in cache]
+        logits, states = run(tokens, *_counts(cache, count), states, repeated=repeated)
+        _end_steps(cache, states, count)
         return logits
 
-    def _traced(self, kinds: tuple[type, ...]) -> Callable[..., Any]:
-        def run(tokens, columns, length, padding, states):
+    def _traced(self, kinds: tuple[type, ...], count: int) -> Callable[..., Any]:
+        def run(tokens, counts, padding, states):
             self.traces += 1
-            entries = _entries(kinds, states, ChosenPositions(), columns, length, padding)
-            return self._forward(tokens, entries), [entry.ends for entry in entries]
+            entries = _entries(kinds, states, ChosenPositions(), counts, padding)
+            logits = self._forward(tokens, _as_rows(entries, counts, padding))
+            return logits, [entry.ends for entry in entries]
 
         return run
 
@@ -310,32 +332,34 @@ class SegmentedStep:
     def __init__(self, model: Decoder):
         # A closure, since nn.Module would take an attribute for a child module.
         self._model = lambda: model
-        # With and without a look-ahead: what the segments were planned for, and they.
-        self._plans: dict[bool, tuple[Any, list[_Segment]]] = {}
+        # With and without a look-ahead, for each number of rows: what the segments were planned
+        # for, and they.
+        self._plans: dict[tuple[bool, int], tuple[Any, list[_Segment]]] = {}
         self.traces = self._graphs_built = 0
 
-    def fits(self, pairs: int) -> bool:
-        """Return True if every layer has slots for `pairs` (token, expert) pairs."""
-        return pairs <= min([MOST_PAIRS, *self._model().store.steps.slots.values()])
+    def most_pairs(self) -> int:
+        """Return for how many (token, expert) pairs every layer has slots."""
+        return min([MOST_PAIRS, *self._model().store.steps.slots.values()])
 
     def forget(self) -> None:
         """Drop the traces, after parameters or kernels were replaced."""
         self._plans.clear()
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Return logits; each entry grows by one column, or by none if the call raises."""
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1) -> mx.array:
+        """Return logits; each entry grows by one column, or by none if the call raises. count: See
+        :meth:`CompiledStep.__call__`."""
         model = self._model()
         store = model.store.steps
         with store.exclusive(), transaction(cache):
             kinds = tuple(type(entry) for entry in cache)
-            plan = self._plan(kinds, store.partial(), model.store.looks_ahead)
-            counts, padding = _counts(cache)
+            plan = self._plan(kinds, store.partial(), model.store.looks_ahead, count)
+            counts, padding = _counts(cache, count)
             carry, slots, bank, call, chosen = [tokens], None, [], None, []
             for segment in plan:
                 entries, built = cache[segment.start : segment.stop], self._graphs_built
                 carry, ends, chosen = segment.run(
-                    carry, slots, bank, chosen, *counts, padding,
-                    [entry.begin_step() for entry in entries],
+                    carry, slots, bank, chosen, counts, padding,
+                    [entry.begin_step(count) for entry in entries],
                     ready=lambda call=call: call and store.wait(call),
                 )  # fmt: skip
                 # While a graph is traced, its layers call the store, which counts.
@@ -345,8 +369,7 @@ class SegmentedStep:
                     # Only now: building the graph overlaps with reading blocks.
                     store.wait(call)
                 mx.async_eval(carry[0])
-                for entry, end in zip(entries, ends, strict=True):
-                    entry.end_step(*end)
+                _end_steps(entries, ends, count)
                 if call is not None:
                     store.release_after(call, carry[0])
                 if segment.ends:
@@ -361,27 +384,33 @@ class SegmentedStep:
             return carry[0]
 
     def _plan(
-        self, kinds: tuple[type, ...], partial: tuple[int, ...], looks_ahead: bool
+        self, kinds: tuple[type, ...], partial: tuple[int, ...], looks_ahead: bool, count: int
     ) -> list[_Segment]:
-        known = self._plans.get(looks_ahead)
+        known = self._plans.get((looks_ahead, count))
         if known is None or known[0] != (kinds, partial):
             segments = [
-                self._segment(last, following, kinds, looks_ahead)
+                self._segment(last, following, kinds, looks_ahead, count)
                 for last, following in zip([None, *partial], [*partial, None], strict=True)
             ]
-            self._plans[looks_ahead] = known = (kinds, partial), segments
+            self._plans[looks_ahead, count] = known = (kinds, partial), segments
         return known[1]
 
     def _segment(
-        self, last: int | None, following: int | None, kinds: tuple[type, ...], looks_ahead: bool
+        self,
+        last: int | None,
+        following: int | None,
+        kinds: tuple[type, ...],
+        looks_ahead: bool,
+        count: int,
     ) -> _Segment:
         model = self._model()
         start = 0 if last is None else last + 1
         stop = len(model.layers) if following is None else following + 1
 
-        def segment(carry, slots, bank, chosen, columns, length, padding, states):
+        def segment(carry, slots, bank, chosen, counts, padding, states):
             shared = ChosenPositions(chosen)
-            entries = _entries(kinds[start:stop], states, shared, columns, length, padding)
+            stand_ins = _entries(kinds[start:stop], states, shared, counts, padding)
+            entries = _as_rows(stand_ins, counts, padding)
             if last is None:
                 self.traces += 1
                 (h,) = model.embed(carry)
@@ -403,7 +432,7 @@ class SegmentedStep:
                 h = layer(h, entry, chunk=1)
             else:
                 out = [model.logits(h)]
-            return out, [entry.ends for entry in entries], shared.parts
+            return out, [entry.ends for entry in stand_ins], shared.parts
 
         def traced(*inputs):
             self._graphs_built += 1
@@ -419,10 +448,12 @@ class SegmentedStep:
         )
 
 
-def _counts(cache: Sequence[Any]) -> tuple[list[mx.array], mx.array | None]:
-    """Return columns before and after the step, int32 ``[1]`` each, and left padding."""
+def _counts(cache: Sequence[Any], count: int) -> tuple[list[mx.array], mx.array | None]:
+    """Return the columns before a step of `count` rows and after each, int32 ``[1]``, and left
+    padding."""
     columns = cache[0].columns
-    return [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)], cache[0].left_padding
+    counts = [mx.array([columns + row], dtype=mx.int32) for row in range(count + 1)]
+    return counts, cache[0].left_padding
 
 
 def _entries(
@@ -433,6 +464,22 @@ def _entries(
     for entry in entries:
         entry.chosen = chosen
     return entries
+
+
+def _as_rows(entries: list[Any], counts: Sequence[mx.array], padding: mx.array | None) -> list[Any]:
+    """Return what layers get for `entries` in a step: of several rows, :class:`RowsEntry`."""
+    if len(counts) == 2:
+        return entries
+    positions = mx.concatenate(list(counts[:-1]))
+    return as_rows(entries, positions if padding is None else positions - padding)
+
+
+def _end_steps(entries: Sequence[Any], ends: Sequence[Any], count: int) -> None:
+    """Give entries their arrays after a step of `count` columns. ends: See
+    :attr:`_Attention.ends`."""
+    for entry, after in zip(entries, ends, strict=True):
+        for row in range(count):
+            entry.end_step(*after[min(row, len(after) - 1)])
 
 
 def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:

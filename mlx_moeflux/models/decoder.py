@@ -22,6 +22,7 @@ from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.rows import together
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
@@ -35,6 +36,7 @@ from mlx_moeflux.models.layers import (
 )
 from mlx_moeflux.models.modules import Embedding, Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
+from mlx_moeflux.models.rows import as_rows
 
 # A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
 # builds the rest. A hidden state of MANY_NUMBERS elements or more is submitted after each layer,
@@ -55,6 +57,16 @@ def _begin(begun: deque[mx.array], pause: Pause) -> None:
             mx.async_eval(h)
             if many and before is not None:
                 mx.eval(before)
+
+
+def _check_shape(tokens: Any) -> None:
+    """Raise InputError unless `tokens` are ids ``[B, T]``."""
+    if not isinstance(tokens, mx.array):
+        raise InputError(f"tokens are {describe(tokens)}; give an array of ids [B, T].")
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
+    if not mx.issubdtype(tokens.dtype, mx.integer):
+        raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
 
 
 def _is_plain(layer: Any) -> bool:
@@ -186,37 +198,36 @@ class DecoderModel(StreamingModel):
                 of one token with a cache are not read, because decode would wait; one outside the
                 vocabulary counts as the last. CacheError: `cache` is no state of this model.
         """
-        if not isinstance(tokens, mx.array):
-            raise InputError(f"tokens are {describe(tokens)}; give an array of ids [B, T].")
-        if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
-        if not mx.issubdtype(tokens.dtype, mx.integer):
-            raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
+        _check_shape(tokens)
         self.notice_edits()
         one = tokens.shape[1] == 1 and cache is not None
-        if not one or device.kind() == "cpu":
-            self._check_ids(tokens)
+        tokens = self._ids(tokens, waits=not one)
         if cache is None:
             cache = self.make_cache()
             for entry in cache:
                 entry.scratch = self.training
         elif not one or not isinstance(cache, list) or len(cache) != len(self.model.layers):
             self.check_cache(cache)
-        tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
-        if one and device.kind() != "cpu":
-            tokens = mx.minimum(tokens, self.config.vocab_size - 1)
         self.feed([tokens], [cache])
         logits = self._waiting_step(tokens, cache)
         if logits is not None:
             return logits
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.experts_stay_on_device:
-            if self._can_segment(tokens.shape[0]):
+            if tokens.shape[0] <= self._most_in_segments():
                 return self._segments(tokens, cache)
         elif one:
             return self._whole_step(tokens, cache)
         with transaction(cache):
             return self._forward(tokens, cache, last_only=last_only)
+
+    def _ids(self, tokens: mx.array, *, waits: bool) -> mx.array:
+        """Return ids ``[B, T]`` as samplers return them, uint32, for which there is one kernel that
+        looks embeddings up; checked, or, if a GPU should not wait for them, at most the last."""
+        if waits or device.kind() == "cpu":
+            self._check_ids(tokens)
+            return tokens.astype(mx.uint32)
+        return mx.minimum(tokens.astype(mx.uint32), self.config.vocab_size - 1)
 
     def _check_ids(self, tokens: mx.array) -> None:
         try:
@@ -261,17 +272,56 @@ class DecoderModel(StreamingModel):
                 :meth:`__call__`. CacheError: `cache` is no state of this model, holds no token, or
                 several sequences. UnsupportedError: A layer's state cannot forget rows.
         """
-        if not isinstance(tokens, mx.array) or tokens.ndim != 2 or tokens.shape[0] != 1:
-            raise InputError(f"rows are {describe(tokens)}; give an array of ids [1, R].")
-        R = tokens.shape[1]
-        if not 1 <= R <= MOST_ROWS:
-            raise InputError(f"{R} rows were given; read 1 to {MOST_ROWS} a call.")
-        self.check_cache(cache)
+        _check_shape(tokens)
+        B, R = tokens.shape
+        if B != 1 or R > MOST_ROWS:
+            raise InputError(f"rows have shape [{B}, {R}]; give [1, R] with R at most {MOST_ROWS}.")
+        if not isinstance(cache, list) or len(cache) != len(self.model.layers):
+            self.check_cache(cache)
         check_rows(cache)
         with transaction(cache):
             begin_rows(cache, R)
-            rows = [self(tokens[:, r : r + 1], cache) for r in range(R)]
-            return rows[0] if R == 1 else mx.concatenate(rows, axis=1)
+            parts, start = [], 0
+            while start < R:
+                some = tokens[:, start : start + self._rows_at_once(cache)]
+                one = some.shape[1] == 1
+                parts.append(self(some, cache) if one else self._rows_together(some, cache))
+                start += some.shape[1]
+            return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    def _rows_at_once(self, cache: list[BaseCache]) -> int:
+        """Return how many of the next rows go through the layers together: one where calls of one
+        token alone are known to give their bits, or are faster."""
+        self.notice_edits()
+        store = self._store
+        if not self._can_replace() or not self._parts_are_own:
+            return 1
+        if store.direct is None or store.ranks is not None:
+            return 1
+        if not self._compiles:
+            # Without a trace, a GPU waits for the host, and may compute experts by stock MLX.
+            return MOST_ROWS if device.kind() == "cpu" else 1
+        most = min(entry.rows_ahead() for entry in cache) if self._step.fits(cache) else 1
+        if not self.experts_stay_on_device:
+            most = min(most, self._most_in_segments())
+        return max(most, 1)
+
+    def _rows_together(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array:
+        """Return the logits ``[1, R, V]`` of tokens ``[1, R]`` in one pass through the layers."""
+        R = tokens.shape[1]
+        tokens = self._ids(tokens, waits=False)
+        self.feed([tokens], [cache])
+        with together(R):
+            if not self._compiles:
+                first = cache[0].offset
+                positions = mx.arange(first, first + R, dtype=mx.int32)
+                logits = self._forward(tokens.T, as_rows(cache, positions))
+            else:
+                self._drop_old_traces()
+                whole = self.experts_stay_on_device
+                step = self._whole_step if whole else self._segments
+                logits = step(tokens.T, cache, count=R)
+        return logits.swapaxes(0, 1)
 
     def read_in_pauses(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
@@ -389,10 +439,10 @@ class DecoderModel(StreamingModel):
             return logits
         return None
 
-    def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+    def _whole_step(self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1) -> mx.array:
         """Run a step as one trace."""
         traces = self._step.traces
-        logits = self._step(tokens, cache)
+        logits = self._step(tokens, cache, count=count)
         if self._step.traces == traces:
             self._store.direct.count(tokens.shape[0])  # a replayed trace does not call the store
         return logits

@@ -129,7 +129,7 @@ class IndexedLatentAttention(LatentAttention):
         if isinstance(length, mx.array):  # a traced step
             if options["k"].shape[2] <= budget:
                 return super().attend(queries, None, cache, **options)
-            return self._seen(queries, self._positions(index, cache, 0, 1, length), options)
+            return self._seen(queries, self._positions(index, cache, cache.row, 1, length), options)
         before, outputs = length - T, []
         plain = min(max(cache.first_column + budget - before, 0), T)
         if plain:

@@ -17,6 +17,7 @@ from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import ScaledLinear, project_normed, weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
+from mlx_moeflux.models.rows import RowsEntry
 
 # Epsilon of the two inner norms in transformers, which ignores rms_norm_eps there.
 INNER_EPS = 1e-6
@@ -119,12 +120,22 @@ class LatentAttention(Module):
         self.embed_q = HeadLinear(H, R, config.qk_nope_head_dim)
         self.unembed_out = HeadLinear(H, config.v_head_dim, R)
 
-    def __call__(self, x: mx.array, cache: LatentCache, norm: nn.RMSNorm) -> mx.array:
-        config, kernels = self.config, self._kernels
+    def __call__(self, x: mx.array, cache: Any, norm: nn.RMSNorm) -> mx.array:
         B, T, _ = x.shape
-        H, Dv = config.num_attention_heads, config.v_head_dim
-        q, kv, *others = self._project_inputs(x, norm)
-        q, offset = q.reshape(B, T, H, -1), cache.positions(T)
+        projected = self._project_inputs(x, norm)
+        if isinstance(cache, RowsEntry):
+            y = cache.each(self._appended, *projected)
+        else:
+            y = self._appended(cache, *projected)
+        y = y.swapaxes(1, 2).reshape(B, T, -1)
+        return self._kernels.project(y, weights_of(self.o_proj), residual=x)[0]
+
+    def _appended(self, cache: Any, q: mx.array, kv: mx.array, *others: mx.array) -> mx.array:
+        """Append what :meth:`_project_inputs` returned, and return the values that its tokens see,
+        ``[B, H, T, Dv]``."""
+        config, kernels = self.config, self._kernels
+        B, T, _ = q.shape
+        q, offset = q.reshape(B, T, config.num_attention_heads, -1), cache.positions(T)
         inputs = {
             "norm": self.kv_a_layernorm.weight,
             "eps": INNER_EPS,
@@ -134,7 +145,8 @@ class LatentAttention(Module):
             "interleaved": config.rope_interleave,
         }
         keys, values = self._matrices()
-        transposed, absorbs, q_latent = "embed_q" not in self, self.absorbs(T), None
+        transposed, q_latent = "embed_q" not in self, None
+        absorbs = T == 1 or self.absorbs(T)
         index, newest = self.index(others, offset) if others else None, cache.newest
         rows = () if index is None else (index.keys,)
         if newest is not None and T == 1:
@@ -148,9 +160,7 @@ class LatentAttention(Module):
             if absorbs:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
         options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
-        y = self.attend(Queries(q, q_rope, q_latent, values), index, cache, **options)
-        y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
-        return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
+        return self.attend(Queries(q, q_rope, q_latent, values), index, cache, **options)
 
     def index(self, projected: Sequence[mx.array], offset: int | mx.array) -> Any:
         """Return what chooses the positions that the tokens see, with ``keys`` of its own for the

@@ -8,7 +8,7 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,8 @@ from mlx_moeflux.cache import RecurrentCache
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.rows import together
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.layers import (
@@ -29,6 +31,7 @@ from mlx_moeflux.models.layers import (
 from mlx_moeflux.models.modules import Linear, Module
 from mlx_moeflux.models.moe import SharedExpertMoeBlock, SparseMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
+from mlx_moeflux.models.rows import RowsEntry
 
 
 class Convolution(Module):
@@ -109,33 +112,56 @@ class GatedDeltaNet(Module):
         """See :meth:`StreamingModel.prepare`."""
         return [(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)]
 
-    def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm | None) -> mx.array:
-        config, kernels = self.config, self._kernels
-        B, T, _ = x.shape
-        Dk = config.linear_key_head_dim
-        Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
-        mask = cache.real_tokens(T)  # [B, T] or None
+    def __call__(self, x: mx.array, cache: Any, norm: nn.RMSNorm | None) -> mx.array:
+        projected, residual = self.project(x, norm), None if norm is None else x
+        if not isinstance(cache, RowsEntry):
+            y = self._mixed(cache, *projected)
+        elif callable(self._kernels.delta_mixer.choice):  # it need not know `every`
+            y = cache.each(self._mixed, *projected)
+        else:
+            y = self._rows_mixed(cache, *projected)
+        return self._kernels.project(y, weights_of(self.out_proj), residual=residual)[0]
+
+    def _mixed(self, cache: RecurrentCache, *projected: Any) -> mx.array:
+        """Take what :meth:`project` returned into the state, and return ``[B, T, value_dim]``."""
+        config, first = self.config, projected[0]
+        B, T, _ = first.shape
         conv, state = cache.conv, cache.delta
         if conv is None:
-            conv = mx.zeros((B, config.linear_conv_kernel_dim - 1, config.conv_dim), x.dtype)
-            state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
-        y, cache.conv, cache.delta = kernels.delta_mixer(
-            *self.project(x, norm),
-            conv_weight=self.conv1d.taps(),
-            conv_state=conv,
-            state=state,
-            a_log=self.A_log,
-            dt_bias=self.dt_bias,
-            norm_weight=self.norm.weight,
-            eps=config.rms_norm_eps,
-            mask=mask,
-            lengths=cache.lengths,
-            steps=kernels,
-            **({} if self._gate == "silu" else {"gate": self._gate}),
+            width, heads = config.linear_conv_kernel_dim - 1, config.linear_num_value_heads
+            conv = mx.zeros((B, width, config.conv_dim), first.dtype)
+            sizes = config.linear_value_head_dim, config.linear_key_head_dim
+            state = mx.zeros((B, heads, *sizes), mx.float32)
+        mask = cache.real_tokens(T)  # [B, T] or None
+        y, cache.conv, cache.delta = self._kernels.delta_mixer(
+            *projected, **self._around(conv, state), mask=mask, lengths=cache.lengths
         )
         cache.advance(T)
-        residual = None if norm is None else x
-        return kernels.project(y, weights_of(self.out_proj), residual=residual)[0]
+        return y
+
+    def _rows_mixed(self, cache: RowsEntry, *projected: Any) -> mx.array:
+        """Do the same for rows ``[R, 1, ...]`` of one sequence; return ``[R, 1, value_dim]``."""
+        R, entry = cache.count, cache.entry
+        tokens = (None if x is None else device.reshape(x, 1, R, x.shape[-1]) for x in projected)
+        around = self._around(entry.conv, entry.delta)
+        with together(1):
+            y, conv, delta = self._kernels.delta_mixer(*tokens, **around, every=True)
+        cache.store(conv=conv, delta=delta)
+        return device.reshape(y, R, 1, y.shape[-1])
+
+    def _around(self, conv: mx.array, state: mx.array) -> dict[str, Any]:
+        """Return the arguments of ``delta_mixer`` that are the same for all tokens."""
+        return {
+            "conv_weight": self.conv1d.taps(),
+            "conv_state": conv,
+            "state": state,
+            "a_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "norm_weight": self.norm.weight,
+            "eps": self.config.rms_norm_eps,
+            "steps": self._kernels,
+            **({} if self._gate == "silu" else {"gate": self._gate}),
+        }
 
 
 class Model(DecoderModel):

@@ -19,6 +19,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.streams.read_streams import grouped_norm
 from mlx_moeflux.models.layers import DecoderLayer, weights_of
 from mlx_moeflux.models.modules import Linear, Module
+from mlx_moeflux.models.rows import RowsEntry
 
 
 class GroupedNorm(Module):
@@ -99,6 +100,12 @@ class StreamsLayer(DecoderLayer):
 
     def mix(self, x: mx.array, cache: BaseCache) -> mx.array:
         """See :meth:`DecoderLayer.mix`."""
+        if self._extra_name is not None and isinstance(cache, RowsEntry):
+            # What is added and the mixer share an entry, which counts a row after both.
+            return cache.each(self._mixed, x)
+        return self._mixed(cache, x)
+
+    def _mixed(self, cache: Any, x: mx.array) -> mx.array:
         if self._extra_name is not None:
             x = x + self[self._extra_name](x, cache)
         read, inject = self.attn_hyper_connection(x)

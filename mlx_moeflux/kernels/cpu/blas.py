@@ -131,6 +131,16 @@ def reshape(x: mx.array, *shape: int) -> mx.array:
     return x.reshape(shape)
 
 
+def rows_of(x: mx.array) -> list[mx.array]:
+    """x ``[R, ...]`` -> its rows ``[1, ...]``; on the CPU copies of a small one, see
+    :func:`reshape`."""
+    if x.dtype == mx.float32 and x.size <= SMALL and mx.default_device() == mx.cpu:
+        with contextlib.suppress(UnsupportedError):
+            values = values_of(x)
+            return [mx.array(values[r : r + 1]) for r in range(len(x))]
+    return [x[r : r + 1] for r in range(len(x))]
+
+
 def product(
     rows: np.ndarray,
     matrix: Stored,

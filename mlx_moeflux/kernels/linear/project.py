@@ -170,14 +170,19 @@ def _example(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(3, s.C), weights), {"norm": x(s.C), "eps": 1e-6, "normed": True}
 
 
+def _are_weights(x: mx.array, weights: Sequence[Any], **options: Any) -> bool:
+    """Return True if no function stands in for a matrix."""
+    return all(isinstance(weight, Weight) for weight in weights)
+
+
 PROJECT = Operation(
     name="project",
     reference=project,
     others={
-        "fused": Implementation(matvec.project_fused, kernels=matvec.KERNELS),
+        "fused": Implementation(matvec.project_fused, kernels=matvec.KERNELS, joins=True),
         "rows": Implementation(project_rows, kernels=small_batch.KERNELS),
         "dequantised": Implementation(project_dequantised),
-        "blas": Implementation(blas.project_blas, on_cpu=True),
+        "blas": Implementation(blas.project_blas, on_cpu=True, joins=_are_weights),
     },
     size=slice(None, -1),
     tokens={"x": -2, "residual": -2},

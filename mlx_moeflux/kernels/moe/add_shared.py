@@ -297,16 +297,23 @@ def _kind(residual: mx.array, experts: Any, gate: mx.array, up: mx.array, down: 
     return in_blocks(down)
 
 
+def _is_weight(residual: Any, experts: Any, gate: Any, up: Any, down: Any, **options: Any) -> bool:
+    """Return True if nothing stands in for the matrix."""
+    return isinstance(down, Weight)
+
+
 ADD_SHARED = Operation(
     name="add_shared",
     reference=add_shared,
     others={
-        "fused": Implementation(add_shared_fused, kernels=(_KERNEL, _IN_BLOCKS, _PRODUCT, _SUM)),
+        "fused": Implementation(
+            add_shared_fused, kernels=(_KERNEL, _IN_BLOCKS, _PRODUCT, _SUM), joins=True
+        ),
         "rows": Implementation(add_shared_rows, kernels=(_ROWS,)),
         "dequantised": Implementation(
             add_shared_dequantised, kernels=moe_combine.MOE_COMBINE.others["fused"].kernels
         ),
-        "blas": Implementation(blas.add_shared_blas, on_cpu=True),
+        "blas": Implementation(blas.add_shared_blas, on_cpu=True, joins=_is_weight),
     },
     size=slice(None, -1),
     tokens=dict.fromkeys(("residual", "experts", "gate", "up", "score"), -2),

@@ -114,6 +114,7 @@ EXPERT_MIX = Operation(
             kernels=expert_pairs.KERNELS,
             takes=expert_pairs.readable_in_pairs,
             pair_bytes=pair_bytes,
+            joins=True,
         ),
         "rows": Implementation(
             expert_rows.expert_mix_rows,
@@ -133,6 +134,7 @@ EXPERT_MIX = Operation(
             takes=blas.takes_bank,
             pair_bytes=blas.pair_bytes,
             adds=blas.add_experts,
+            joins=True,
         ),
     },
     size=slice(0, 1),

@@ -88,10 +88,11 @@ def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
 MOE_COMBINE = Operation(
     name="moe_combine",
     reference=moe_combine,
-    others={"fused": Implementation(moe_combine_fused, kernels=(_KERNEL,))},
+    others={"fused": Implementation(moe_combine_fused, kernels=(_KERNEL,), joins=True)},
     size=slice(0, 1),
     tokens=dict.fromkeys(("residual", "experts", "shared", "score"), 0),
     by_rows=True,
+    reference_joins=True,
     example=_workload,
     example_tokens=examples.N,
     workloads={"": _workload},

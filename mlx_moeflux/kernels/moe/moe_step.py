@@ -362,9 +362,12 @@ MOE_STEP = Operation(
     name="moe_step",
     reference=moe_step,
     others={
-        "fused": Implementation(moe_step_fused, kernels=(*matvec.joining(), *KERNELS), takes=_takes)
+        "fused": Implementation(
+            moe_step_fused, kernels=(*matvec.joining(), *KERNELS), takes=_takes, joins=True
+        )
     },
     size=slice(None, -1),
+    rows=("x",),
     shrunk=("x",),
     chooses=True,
     replaces=("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine"),

@@ -18,6 +18,8 @@ Source: transformers `Qwen3_5MoeTopKRouter` and `DeepseekV3TopkRouter`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
@@ -26,7 +28,7 @@ from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.operation import Implementation, Operation
-from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits
+from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel, float_bits
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
 SIMDGROUPS = 4  # tokens of a threadgroup
@@ -161,6 +163,11 @@ def _launch(
     return ids, weights
 
 
+def _are_wide(logits: mx.array, *others: mx.array, **options: Any) -> bool:
+    """Return True if Metal does not refuse a single row for its size."""
+    return logits.shape[-1] >= LEAST_INPUT
+
+
 def _softmax_workload(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(n, s.E),), {"k": s.K}
 
@@ -169,13 +176,14 @@ SOFTMAX_TOP_K = Operation(
     name="softmax_top_k",
     reference=softmax_top_k,
     others={
-        "fused": Implementation(softmax_top_k_fused, kernels=(_SOFTMAX,)),
-        "blas": Implementation(blas.softmax_top_k_blas, on_cpu=True),
+        "fused": Implementation(softmax_top_k_fused, kernels=(_SOFTMAX,), joins=_are_wide),
+        "blas": Implementation(blas.softmax_top_k_blas, on_cpu=True, joins=True),
     },
     size=slice(0, 1),
     tokens={"logits": 0},
     by_rows=True,
     chooses=True,
+    reference_joins=True,
     example=_softmax_workload,
     example_tokens=examples.N,
     workloads={"": _softmax_workload},
@@ -190,11 +198,12 @@ def _sigmoid_workload(s: Sizes, n: int, x: Normal) -> Arguments:
 SIGMOID_TOP_K = Operation(
     name="sigmoid_top_k",
     reference=sigmoid_top_k,
-    others={"fused": Implementation(sigmoid_top_k_fused, kernels=(_SIGMOID,))},
+    others={"fused": Implementation(sigmoid_top_k_fused, kernels=(_SIGMOID,), joins=_are_wide)},
     size=slice(0, 1),
     tokens={"logits": 0},
     by_rows=True,
     chooses=True,
+    reference_joins=True,
     example=_sigmoid_workload,
     example_tokens=examples.N,
     workloads={"": _sigmoid_workload},

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 
 from mlx_moeflux.backend import clear_at_thread_end
-from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES, kept, reshape
+from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES, kept, reshape, rows_of
 from mlx_moeflux.kernels.runtime.cuda import handshake as cuda_handshake
 from mlx_moeflux.kernels.runtime.cuda.upload import (
     Uploads,
@@ -42,6 +42,7 @@ __all__ = [
     "open_files",
     "pull_for",
     "reshape",
+    "rows_of",
     "settle",
     "upload_bytes",
     "uploads_for",

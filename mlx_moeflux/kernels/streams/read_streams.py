@@ -267,12 +267,15 @@ def _example(s: Sizes, n: int, x: Normal) -> Arguments:
 READ_STREAMS = Operation(
     name="read_streams",
     reference=read_streams,
-    others={"fused": Implementation(read_streams_fused, kernels=(*_DOWN.values(), _UP))},
+    others={
+        "fused": Implementation(read_streams_fused, kernels=(*_DOWN.values(), _UP), joins=True)
+    },
     size=slice(None, -1),
     tokens={"x": -2},
     by_rows=True,
     shrunk=("x",),
     replaces=("project",),
+    reference_joins=lambda *args, steps=None, **options: steps is not None,
     example=_example,
     workloads={"": _workload},
 )

@@ -92,7 +92,7 @@ def call(
     if _state.references:
         return reference(*args, **kwargs)
     if found is not None:
-        result, right = _launched(operation, *found, args, kwargs)
+        result, right = launched(operation, *found, args, kwargs)
         if right:
             return result
     if operation.composed and kwargs.get("steps") is not None:
@@ -104,7 +104,7 @@ def call(
         if name == REFERENCE or failures.failed(other) or (found and name == found[0]):
             continue
         try:
-            result, right = _launched(operation, name, other, args, kwargs)
+            result, right = launched(operation, name, other, args, kwargs)
         except (ShapeError, UnsupportedError):
             continue
         if right:
@@ -115,7 +115,7 @@ def call(
     )
 
 
-def _launched(
+def launched(
     operation: Operation,
     name: str,
     implementation: Implementation,
@@ -123,6 +123,8 @@ def _launched(
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
     """Return a result of `implementation` that is not evaluated, and whether it can be trusted."""
+    if _state.references:
+        return None, False
     with launcher.recorded() as launches:
         result = implementation.function(*args, **kwargs)
     key = _key(operation.name, name, sorted(set(launches)) or _shapes(args, kwargs))

@@ -1,0 +1,54 @@
+"""Several rows of one sequence in the form of a batch: R sequences of one token with one state.
+
+What knows no state takes all rows at once, as it takes a batch, through
+:mod:`mlx_moeflux.kernels.rows`. The part of a mixer that reads or writes the state is called row
+after row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.kernels.rows import together
+from mlx_moeflux.kernels.runtime import device
+
+
+class RowsEntry:
+    """Entry of one sequence, or its traced stand-in, as layers see it while they read rows at
+    `positions`, int32 ``[R]``."""
+
+    def __init__(self, entry: Any, positions: mx.array):
+        self.entry, self.count, self._positions = entry, positions.size, positions
+
+    def real_tokens(self, T: int) -> None:
+        """Return None: no row is padding."""
+
+    def positions(self, T: int) -> mx.array:
+        """Return the position of each row, int32 ``[R]``."""
+        return self._positions
+
+    def each(self, function: Callable[..., mx.array], *arrays: mx.array | None) -> mx.array:
+        """Return the concatenation of what ``function(entry, *arrays)`` returns for each row
+        ``[1, ...]`` of `arrays`, in order."""
+        results, none = [], [None] * self.count
+        columns = [none if array is None else device.rows_of(array) for array in arrays]
+        with together(1):
+            for row in zip(*columns, strict=True):
+                results.append(function(self.entry, *row))
+                self.entry.next_row()
+        return mx.concatenate(results)
+
+    def store(self, **arrays: Sequence[mx.array]) -> None:
+        """Give a recurrent entry its arrays after each row, by name."""
+        for row in zip(*arrays.values(), strict=True):
+            vars(self.entry).update(zip(arrays, row, strict=True))
+            self.entry.advance(1)
+            self.entry.next_row()
+
+
+def as_rows(entries: Sequence[Any], positions: mx.array) -> list[Any]:
+    """Return all entries as layers see them, see :class:`RowsEntry`."""
+    return [RowsEntry(entry, positions) for entry in entries]
