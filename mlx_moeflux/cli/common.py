@@ -341,6 +341,8 @@ def stats_table(experts: Any, model: Any, *, details: bool = False, written: int
         lines.append(f"expert memory auto is {streaming.timed_budget.report()}")
     if streaming is not None and streaming.ways is not None:
         lines.append(streaming.ways)
+    if model.drafting is not None:
+        lines += [str(table.drafts), model.drafting.report()]
     lines += table.by_place()
     if streaming is not None or written:
         read = format_bytes(model.store.stats().total.bytes_read)

@@ -13,9 +13,6 @@ from typing import Any, Protocol
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.named import label
 
-MOST_DRAFTS = 3
-"""Most tokens that a step reads besides the newest one."""
-
 
 class SequenceDrafts(Protocol):
     """Drafts for one sequence.

@@ -1,4 +1,5 @@
-"""Prefill and decode over ids; on GPUs decode runs one step ahead of the caller."""
+"""Prefill and decode over ids; on GPUs decode runs one step ahead of the caller, but for steps
+that read drafts."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import transaction
+from mlx_moeflux.cache import keep_rows, transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
 from mlx_moeflux.checks import check_callable, check_integer
 from mlx_moeflux.errors import ExactnessError, InputError
+from mlx_moeflux.generation.drafting import Drafter
 from mlx_moeflux.generation.memory import with_memory_limits
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
@@ -22,6 +24,7 @@ from mlx_moeflux.generation.sampling import (
     check_processors,
     check_sampler,
     drawn,
+    greedy,
     make_sampler,
     processed,
 )
@@ -32,6 +35,9 @@ Progress = Callable[[int, int], None]
 
 # Steps after which MLX's freed buffers are cleared, as in mlx-lm.
 CLEAR_EVERY = 256
+
+# Drafts that a round has room for if the reply has no limit.
+MANY = 1 << 30
 
 # Most states that one call of a prefill keeps besides its last; each holds all recurrent layers'.
 STOPS_PER_CALL = 4
@@ -49,6 +55,7 @@ def generate_step(
     prompt_progress_callback: Progress | None = None,
     resumed: Resumed | None = None,
     on_prompt_read: Callable[[], object] = lambda: None,
+    on_draft: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yield (token, logprobs ``[V]``) for a prompt of ids ``[T]``; max_tokens -1 is no limit.
 
@@ -60,11 +67,13 @@ def generate_step(
     counts 250 when a quarter of the layers is done.
 
     resumed: The known beginning of the prompt; its state replaces `prompt_cache`. on_prompt_read:
-    Called when the logits after the prompt are known, before the first token is sampled.
+    Called when the logits after the prompt are known, before the first token is sampled. on_draft:
+    Called before a token that was read as a draft is yielded.
 
-    On GPUs the next step is scheduled before the caller gets the current token. A prefill that
-    fails or is interrupted leaves `prompt_cache` as it was. After decoding, however it ends, the
-    cache holds everything up to the last token that was yielded.
+    A model with ``drafting`` reads drafts; tokens, logprobs and states keep their bits. On GPUs
+    the next step is scheduled before the caller gets the current token, unless it reads drafts. A
+    prefill that fails or is interrupted leaves `prompt_cache` as it was. After decoding, however it
+    ends, the cache holds everything up to the last token that was yielded.
 
     Evaluates: one step ahead of the caller.
 
@@ -90,6 +99,7 @@ def generate_step(
         resumed,
         prompt_progress_callback,
         on_prompt_read,
+        on_draft,
     )
     if resumed is not None:
         loop.cache = resumed.state
@@ -103,16 +113,31 @@ def _steps(
     prompt: mx.array, model: Any, *, loop: _Loop, max_tokens: int, size: int, prompt_cache: Any
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yield what :func:`generate_step` yields. size: Tokens a call of the prefill."""
-    cache, resumed = loop.cache, loop.resumed
+    cache, resumed, drafting = loop.cache, loop.resumed, model.drafting
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
+    drafter: Drafter | None = None
+    if drafting is not None:
+        known = 0 if resumed is None else resumed.position
+        loop.drafter = drafter = drafting.begin(model, prompt.tolist(), read=known)
     with model.lock, transaction(cache):
         following: Any = loop.prefill(size, stop=max_tokens == 0)
     # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
     # pending reader would keep MLX from writing the key-value buffers in place.
     ahead = device.kind() != "cpu"
     count, reply = 0, []
+    if drafter is not None:
+        drafter.resume()
     try:
         while count != max_tokens:
+            if drafter is not None:
+                # The last token takes a plain step, so that nothing is drawn behind it.
+                room = MANY if max_tokens < 0 else max_tokens - count - 2
+                with model.lock:
+                    drafts = drafter.propose(following.token, room, ahead=ahead)
+                if drafts:
+                    following = yield from loop.verify(following, drafts, reply)
+                    count = len(reply)
+                    continue
             count += 1
             token, logprobs, finite = following
             if not ahead:
@@ -127,13 +152,28 @@ def _steps(
                 check_drawn([value], logprobs.size)
                 check_finite(finite, prompt.shape[0] + len(reply))
                 reply.append(value)
-            yield value, logprobs
+            if drafter is None:
+                yield value, logprobs
+            else:
+                drafter.stepped(value)
+                drafter.pause()
+                yield value, logprobs
+                drafter.resume()
             if count % CLEAR_EVERY == 0:
                 mx.clear_cache()
     finally:
         if resumed is not None and resumed.keeps_reply and reply:
             with model.lock:
                 resumed.replied(reply)
+
+
+class Newest(NamedTuple):
+    """A drawn token that was not read yet: token ``[1]``, its logprobs ``[V]`` and whether they are
+    finite, ``[1, 1]`` bool. All are lazy."""
+
+    token: mx.array
+    logprobs: mx.array
+    finite: mx.array
 
 
 @dataclass
@@ -148,9 +188,11 @@ class _Loop:
     resumed: Resumed | None
     progress: Progress | None
     on_prompt_read: Callable[[], object]
+    on_draft: Callable[[], object]
     tokens: mx.array | None = None
+    drafter: Drafter | None = None
 
-    def prefill(self, size: int, *, stop: bool) -> tuple[mx.array, mx.array, mx.array] | None:
+    def prefill(self, size: int, *, stop: bool) -> Newest | None:
         """Read the prompt, `size` tokens a call.
 
         Return what :meth:`step` returns, or None with `stop`.
@@ -236,15 +278,73 @@ class _Loop:
         self.model.start_eval()
         return logits
 
-    def step(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Schedule a step on inputs ``[T]`` and return token ``[1]``, logprobs ``[V]`` and, as
-        ``[1, 1]`` bool, whether they are finite."""
+    def step(self, inputs: mx.array) -> Newest:
+        """Schedule a step on inputs ``[T]`` and return the token that it gives."""
         return self._sampled(self._logits(inputs), inputs)
 
-    def _logits(self, inputs: mx.array) -> mx.array:
-        return self.model(inputs[None], cache=self.cache, last_only=True)[:, -1]
+    def verify(
+        self, newest: Newest, drafts: Sequence[int], reply: list[int]
+    ) -> Generator[tuple[int, mx.array], None, Newest]:
+        """Read the newest token and `drafts` as rows; append to `reply` and yield the newest token
+        and each accepted draft. Return the token that comes next.
 
-    def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        When a token is yielded, what follows it is drawn and no more, as without drafts. At the
+        end, however it comes, the cache holds the tokens that were yielded.
+        """
+        drafter = self.drafter
+        assert drafter is not None, "it proposed the drafts"
+        rows: Any = mx.concatenate([newest.token.astype(mx.uint32), mx.array(drafts, mx.uint32)])
+        misses, given = drafter.misses(), 0
+        with self.model.lock, transaction(self.cache):
+            with drafter.observing() as hidden:
+                logits = self.model.read_rows(rows[None], self.cache)
+            at_once = self.sampler is greedy and not self.processors
+            sampled = self._sampled_rows(logits, rows)
+            if at_once:
+                sampled = iter(list(sampled))
+            mx.eval(logits, [entry.state for entry in self.cache])
+            self.model.start_eval()
+        misses = drafter.misses() - misses
+        try:
+            for value, draft in zip(rows.tolist(), [*drafts, None], strict=True):
+                with self.model.lock:
+                    following = next(sampled)
+                    following_value: Any = following.token.item()
+                check_finite(newest.finite, self.prompt.shape[0] + len(reply))
+                given += 1
+                reply.append(value)
+                if given > 1:
+                    self.on_draft()
+                drafter.pause()
+                yield value, newest.logprobs
+                drafter.resume()
+                newest = following
+                if following_value != draft:
+                    break
+        finally:
+            with self.model.lock:
+                keep_rows(self.cache, given)
+        check_drawn([following_value], newest.logprobs.size)
+        with self.model.lock:
+            drafter.observe(hidden, given)
+            drafter.verified(len(drafts), given, following_value, misses)
+        return newest
+
+    def _sampled_rows(self, logits: mx.array, rows: mx.array) -> Iterator[Newest]:
+        """Yield what :meth:`step` returns after each of the rows ``[R]``, from logits
+        ``[1, R, V]``."""
+        for r in range(rows.size):
+            yield self._sampled(logits[:, r], rows[r : r + 1])
+
+    def _logits(self, inputs: mx.array) -> mx.array:
+        if self.drafter is None:
+            return self.model(inputs[None], cache=self.cache, last_only=True)[:, -1]
+        with self.drafter.observing() as hidden:
+            logits = self.model(inputs[None], cache=self.cache, last_only=True)[:, -1]
+        self.drafter.observe(hidden, inputs.size)
+        return logits
+
+    def _sampled(self, raw: mx.array, inputs: mx.array) -> Newest:
         """Schedule what :meth:`step` returns from the logits ``[1, V]`` after `inputs`."""
         try:
             logits = raw
@@ -260,7 +360,7 @@ class _Loop:
         except BaseException:
             mx.eval(raw)  # for the reason that read() gives
             raise
-        return token, logprobs.squeeze(0), finite  # indexing is a gather
+        return Newest(token, logprobs.squeeze(0), finite)  # indexing is a gather
 
 
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -80,7 +80,7 @@ def make_sampler(
     if seed is not None:
         check_integer("seed", seed, 0)
     if temp == 0.0:
-        return lambda logprobs: mx.argmax(logprobs, axis=-1)
+        return greedy
     filters: list[Callable[[mx.array, mx.array | None], mx.array]] = []
     if 0.0 < top_p < 1.0:
         filters.append(lambda logprobs, key: keep_top_p(logprobs, top_p))
@@ -104,6 +104,11 @@ def make_sampler(
         return mx.random.categorical(logprobs * sharpness, key=drawing)
 
     return sample
+
+
+def greedy(logprobs: mx.array) -> mx.array:
+    """Draw the most probable tokens; the sampler of temperature 0, which keeps no state."""
+    return mx.argmax(logprobs, axis=-1)
 
 
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:

@@ -37,6 +37,7 @@ class GenerationResponse:
     text: New text, may be empty.
     token: Its id.
     logprobs: ``[V]``.
+    from_draft: Whether the token was read as a draft.
     prompt_tps: Tokens of the prompt a second until its logits are known.
     generation_tps: Tokens of the reply, the first one included, a second from there on.
     peak_memory: MLX's peak in GB (10^9 bytes).
@@ -125,6 +126,7 @@ def stream_generate(
         room = _room(model, cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
     read_at: list[float] = []
+    drafted: list[bool] = []
     steps = generate_step(
         mx.array(ids, mx.int32),
         model,
@@ -136,6 +138,7 @@ def stream_generate(
         prompt_progress_callback=prompt_progress_callback,
         resumed=resumed,
         on_prompt_read=lambda: read_at.append(time.perf_counter()),
+        on_draft=lambda: drafted.append(True),
     )
     ends = end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids))
     stops, detokenizer = StopText(stop_texts(stop)), _detokenizer(tokenizer)
@@ -155,7 +158,7 @@ def stream_generate(
                 text=text,
                 token=token,
                 logprobs=logprobs,
-                from_draft=False,
+                from_draft=bool(drafted),
                 prompt_tokens=len(ids),
                 prompt_tps=len(ids) / prompt_seconds if prompt_seconds else 0.0,
                 generation_tokens=count,
@@ -179,6 +182,7 @@ def stream_generate(
                     yield response(text, "stop" if stops.found else "length")
                     return
                 yield response(text)
+                drafted.clear()
             yield response("", "length")
         finally:
             steps.close()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_moeflux.experts.policies.prefetch import Prefetch
     from mlx_moeflux.experts.store import ExpertStore
     from mlx_moeflux.experts.telemetry.events import EventHook
+    from mlx_moeflux.generation.drafts import Drafts
     from mlx_moeflux.kernels.registry import Kernels
     from mlx_moeflux.models.moe import Router
 
@@ -52,6 +53,11 @@ class Flag:
 def paths(text: str) -> list[str]:
     """Return the paths of a text in which commas separate them."""
     return text.split(",")
+
+
+def draft_number(text: str) -> str | int:
+    """Return a text as a number if it is one."""
+    return int(text) if text.isdecimal() else text
 
 
 def option(default: T, text: str, flag: Flag | None = None) -> T:
@@ -170,6 +176,13 @@ class LoadOptions:
     keep_all_ahead: bool = option(
         False,
         "Wait for all prefetched experts, so that hits do not depend on timing.",
+    )
+    drafts: str | int | Drafts = option(
+        "off",
+        "Guess the next tokens and read several in one step; the text stays the same bit for bit. "
+        "``auto``: what the model has, as many as time says; ``lookup``: continuations of n-grams "
+        "in prompt and reply; 1 to 3: always so many; an object that proposes; or ``off``.",
+        Flag("auto, lookup, 1 to 3 at a time, or off (default)", draft_number),
     )
     tuning: str | os.PathLike[str] | None = option(
         None,

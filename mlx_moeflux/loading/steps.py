@@ -36,6 +36,7 @@ from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import make_prefetch
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, check_threads
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
+from mlx_moeflux.generation.drafting import OFF, check_drafts, make_drafting
 from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
@@ -195,6 +196,11 @@ def _checked(options: LoadOptions) -> LoadOptions:
             raise InputError("safe excludes kernels and prefetch; leave them out.")
         kernels, prefetch, fuse = "reference", NONE, False
     parse_wired_memory(options.wired_memory)
+    check_drafts(options.drafts)
+    if options.distributed is not None and options.drafts != OFF:
+        raise InputError(
+            "drafts are for one process: ranks would draft differently; leave them out."
+        )
     check_callable("events", options.events, "event")
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -452,6 +458,7 @@ def _finish(model: DecoderModel, source: Source, placed: Placed) -> None:
     """
     options, stats = source.options, model.store.stats()
     own, chosen = source.config.num_experts_per_tok, source.router.num_experts_per_tok
+    model.drafting = make_drafting(options.drafts, model)
     if options.safe:
         model.compile_steps = False
     if source.checkpoint.approximated:

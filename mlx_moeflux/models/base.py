@@ -81,6 +81,8 @@ class StreamingModel(Module):
         self.max_context: int | None = None
         # As parse_wired_memory returns it.
         self.wired_memory: str | int | None = None
+        # What it drafts with, see mlx_moeflux.generation.drafting; None: nothing.
+        self.drafting: Any = None
         self.plan: Plan | None = None
         # Of experts that stock MLX decodes in every call.
         self.decoding_bytes = 0
@@ -88,6 +90,7 @@ class StreamingModel(Module):
         self.experts_identity: Callable[[], str] = str
         self.compile_steps: bool | None = None
         self._survey: Survey | None = None
+        self._hidden: list[mx.array] | None = None
         self._step: Any = None
         self._waiting: Any = None
         self._segments: Any = None
@@ -211,6 +214,8 @@ class StreamingModel(Module):
 
     @property
     def _compiles(self) -> bool:
+        if self._hidden is not None:
+            return False
         return device.kind() != "cpu" if self.compile_steps is None else self.compile_steps
 
     def _drop_old_traces(self) -> None:
@@ -224,9 +229,13 @@ class StreamingModel(Module):
     def _can_replace(self) -> bool:
         """Return True if a step of one token need not call the store layer by layer. Events,
         recordings, hooks and training need that."""
-        observed = self._observers or self._store.events is not None
         own = self._survey is not None and self._survey.traceable
-        return own and not self.training and not observed and declares_traceable(self._router)
+        return own and not self.training and not self.observed and declares_traceable(self._router)
+
+    @property
+    def observed(self) -> bool:
+        """True while events, recordings or hooks see what each token computes."""
+        return bool(self._observers) or self._store.events is not None
 
     def _most_in_segments(self) -> int:
         """Return how many tokens a step may have that runs from one trace per segment."""
@@ -468,6 +477,16 @@ class StreamingModel(Module):
                 yield kept
         finally:
             self._observers -= 1
+
+    @contextmanager
+    def collect_hidden(self) -> Iterator[list[mx.array]]:
+        """Collect the output of the last layer before the final norm, ``[B, T, C]``, of each call
+        inside the block; ``[R, 1, C]`` of R rows. Decode steps inside run without traces."""
+        self._hidden = found = []
+        try:
+            yield found
+        finally:
+            self._hidden = None
 
     def hook(self, layer: int, point: str, function: Callable[..., Any]) -> Hook:
         """Call `function` with arrays of every call of a layer, which it may replace.

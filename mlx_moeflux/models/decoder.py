@@ -383,6 +383,8 @@ class DecoderModel(StreamingModel):
         ahead = partial(_begin, deque()) if last_only and tokens.shape[1] > 1 else None
         with device.gathered():
             (h,) = run(self._walk([tokens], [cache], chunk), ahead)
+            if self._hidden is not None:
+                self._hidden.append(h)
             return self.logits(h[:, -1:] if last_only else h)
 
     def _walk(

@@ -92,6 +92,58 @@ class PlaceStats:
         return {**asdict(self), "gb_per_s": self.gb_per_s}
 
 
+@dataclass
+class DraftStats:
+    """Counts the steps that read drafts, see :mod:`mlx_moeflux.generation.drafting`.
+
+    rounds: Steps that read at least one.
+    proposed, accepted: Drafts that they read, and those that equalled what was drawn.
+    rejected_reads: Misses of these steps, in proportion to the rejected of their tokens.
+    seconds: Time of these steps.
+    saved_seconds: How much longer their tokens would have taken one by one, by the time of the
+        steps without drafts around them.
+    """
+
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    rejected_reads: float = 0.0
+    seconds: float = 0.0
+    saved_seconds: float = 0.0
+
+    def add(
+        self, proposed: int, accepted: int, *, misses: int, seconds: float, saved: float
+    ) -> None:
+        """Count a step that read `proposed` drafts."""
+        self.rounds += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.rejected_reads += misses * (proposed - accepted) / (proposed + 1)
+        self.seconds += seconds
+        self.saved_seconds += saved
+
+    @property
+    def gain(self) -> float:
+        """Speed of these steps by that of steps without drafts; 1 before the first."""
+        return 1 + self.saved_seconds / self.seconds if self.seconds else 1.0
+
+    def since(self, earlier: DraftStats) -> DraftStats:
+        """Return the difference to `earlier`, of the same counts."""
+        names = [field.name for field in fields(DraftStats)]
+        return DraftStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    def as_dict(self) -> dict[str, int | float]:
+        """All fields and the gain."""
+        return {**asdict(self), "gain": self.gain}
+
+    def __str__(self) -> str:
+        return (
+            f"drafts: {self.accepted} of {self.proposed} accepted in {self.rounds} steps, "
+            f"{self.rejected_reads:.0f} experts read for rejected ones, "
+            f"{self.gain:.2f} times as fast as without"
+        )
+
+
 class Shown(NamedTuple):
     """How a number of an account is shown.
 
@@ -142,12 +194,13 @@ BRIEF = ("hit_rate", "misses", "bytes_read", "stall_seconds")
 
 @dataclass(frozen=True)
 class StatsTable:
-    """An account of one moment. lossy, places: See :class:`ExpertStats`."""
+    """An account of one moment. lossy, places, drafts: See :class:`ExpertStats`."""
 
     layers: Mapping[int, LayerStats]
     total: LayerStats
     lossy: tuple[str, ...]
     places: Mapping[str, PlaceStats] = field(default_factory=dict)
+    drafts: DraftStats = field(default_factory=DraftStats)
 
     def brief(self) -> str:
         """Return a line for each layer that had to look, and the total."""
@@ -197,16 +250,20 @@ class StatsTable:
             f"compute {total.compute_seconds:.2f} s",
             *([ahead] if ahead else []),
             *self.by_place(),
+            *([str(self.drafts)] if self.drafts.rounds else []),
         ]
         return ", ".join(parts + [f"lossy: {what}" for what in self.lossy])
 
     def as_dict(self) -> dict[str, object]:
         """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers; and
-        ``"places": {path: {...}}`` where several copies are read."""
+        ``"places": {path: {...}}`` where several copies are read, ``"drafts": {...}`` where some
+        were."""
         layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
         data = {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
         if self.places:
             data["places"] = {place: stats.as_dict() for place, stats in self.places.items()}
+        if self.drafts.rounds:
+            data["drafts"] = self.drafts.as_dict()
         return data
 
     def metrics(self) -> dict[str, tuple[str, str, int | float]]:
@@ -251,6 +308,7 @@ class ExpertStats:
         or lets their last bits depend on the memory for experts. It describes the set-up and
         survives :meth:`reset`.
     places: What was read from each of several copies of the experts, by path; else empty.
+    drafts: Of the steps that read drafts.
     """
 
     def __init__(self, layers: Iterable[int]):
@@ -259,6 +317,7 @@ class ExpertStats:
         self._later_marks: Callable[[], Iterable[str]] = tuple
         self.calls: list[Any] | None = None
         self.places: dict[str, PlaceStats] = {}
+        self.drafts = DraftStats()
 
     @property
     def total(self) -> LayerStats:
@@ -288,6 +347,7 @@ class ExpertStats:
             vars(stats).update(vars(LayerStats()))
         for stats in self.places.values():
             vars(stats).update(vars(PlaceStats()))
+        vars(self.drafts).update(vars(DraftStats()))
 
     def _copied(self) -> dict[int, LayerStats]:
         return {layer: copy.copy(stats) for layer, stats in self.layers.items()}
@@ -300,6 +360,7 @@ class ExpertStats:
         result = ExpertStats(())
         result.layers = self._copied()
         result.places = self._copied_places()
+        result.drafts = copy.copy(self.drafts)
         result._marks = self.lossy
         calls = self.calls  # another thread may end their recording
         result.calls = None if calls is None else list(calls)
@@ -316,13 +377,15 @@ class ExpertStats:
         result.places = {
             place: stats.since(earlier.places[place]) for place, stats in result.places.items()
         }
+        result.drafts = result.drafts.since(earlier.drafts)
         return result
 
     def table(self) -> StatsTable:
         """Return the account as it is now."""
         layers = self._copied()
         lossy, places = tuple(self.lossy), self._copied_places()
-        return StatsTable(layers, total_of(layers.values()), lossy, places)
+        drafts = copy.copy(self.drafts)
+        return StatsTable(layers, total_of(layers.values()), lossy, places, drafts)
 
     def as_dict(self) -> dict[str, object]:
         """See :meth:`StatsTable.as_dict`; and ``"calls"`` if there are any."""

@@ -1,0 +1,222 @@
+"""Drafting: what a model drafts with, and the drafts of one sequence from round to round.
+
+A round reads the newest token and drafts as rows of one step. Row r is drawn as without drafts,
+after the rows before it; while the draw equals the next draft, that draft is accepted. The first
+draw that differs is the next newest token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache import MOST_ROWS
+from mlx_moeflux.checks import check_method
+from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.experts.policies.named import label
+from mlx_moeflux.generation.draft_gate import DraftGate
+from mlx_moeflux.generation.drafts import Drafts, Lookup, begun, observes, proposed
+from mlx_moeflux.generation.sampling import check_drawn
+
+MOST_DRAFTS = MOST_ROWS - 1
+"""Most tokens that a step reads besides the newest one."""
+
+OFF, AUTO = "off", "auto"
+# Name -> what makes the source for a model, or returns None if the model has none. The first that
+# a model has is the one of ``auto``.
+SOURCES: dict[str, Callable[[Any], Drafts | None]] = {"lookup": lambda model: Lookup()}
+
+Draftable = str | int | Drafts
+"""What the option ``drafts`` takes."""
+
+
+def check_drafts(given: Any) -> None:
+    """Raise an InputError unless `given` is a value of the option ``drafts``."""
+    if isinstance(given, str) and given in (OFF, AUTO, *SOURCES):
+        return
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_DRAFTS:
+        return
+    if isinstance(given, str | int | None):
+        raise InputError(
+            f"drafts is {given!r}; give {OFF}, {AUTO}, {', '.join(SOURCES)}, a number from 1 to "
+            f"{MOST_DRAFTS}, or an object with begin(prompt)."
+        )
+    if isinstance(given, type):
+        raise InputError(f"the drafts {given.__name__} are a class; pass an instance of it.")
+    if not callable(getattr(given, "begin", None)):
+        raise InputError(f"the drafts {label(given)} have no 'begin'; see the Drafts protocol.")
+    check_method(f"begin of the drafts {label(given)}", given.begin, Drafts.begin)
+
+
+def make_drafting(given: Draftable, model: Any) -> Drafting | None:
+    """Return what `model` drafts with by the option ``drafts``, or None for nothing.
+
+    Raises:
+        InputError: It is none of the option's values, or the model has no such source.
+        UnsupportedError: A layer's state cannot forget rejected rows.
+    """
+    check_drafts(given)
+    if given == OFF:
+        return None
+    if not all(entry.takes_rows for entry in model.make_cache()):
+        if given == AUTO:
+            return None
+        raise UnsupportedError(
+            "a layer's state of this model cannot forget rejected drafts; load with drafts off."
+        )
+    if not isinstance(given, str | int):
+        return Drafting(given)
+    makers = [SOURCES[given]] if given in SOURCES else SOURCES.values()
+    source = next(filter(None, (make(model) for make in makers)), None)
+    if source is None:
+        raise InputError(f"this model has no drafts '{given}'; there is {AUTO}.")
+    return Drafting(source, fixed=given if isinstance(given, int) else None)
+
+
+class Drafting:
+    """Source of drafts of a model, and the gate that says how many of them a round reads.
+
+    fixed: Read always so many drafts, if they are proposed; None: the gate decides by time. clock:
+    Returns seconds. The holder of the model's lock calls the methods.
+    """
+
+    def __init__(
+        self,
+        source: Drafts,
+        *,
+        fixed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.source, self.fixed, self.clock = source, fixed, clock
+        self.gate = DraftGate(MOST_DRAFTS)
+
+    def begin(self, model: Any, prompt: Sequence[int], *, read: int = 0) -> Drafter:
+        """Return the drafts of a sequence that begins with `prompt`. read: Tokens of it that the
+        model does not read, because a prompt cache supplied their state."""
+        return Drafter(self, model, prompt, read=read)
+
+    def report(self) -> str:
+        """Return what is drafted, and how the gate decided, as a phrase."""
+        how = f"always {self.fixed}" if self.fixed else self.gate.report()
+        return f"drafts {label(self.source)}: {how}"
+
+
+class Drafter:
+    """The drafts of one sequence, and the time of its steps.
+
+    The clock runs from :meth:`resume` to :meth:`pause`, so that what a caller does with a token
+    does not count. A plain step runs on while the caller has the token before it; its time is known
+    with its own token.
+
+    tokens: Ids of prompt and reply, those that the host knows.
+    """
+
+    def __init__(self, drafting: Drafting, model: Any, prompt: Sequence[int], *, read: int):
+        self._drafting, self._model, self._read = drafting, model, read
+        self._drafts: Any = begun(drafting.source, prompt)
+        self._observes = observes(self._drafts)
+        self.tokens = list(prompt)
+        self._knows_newest = self._in_flight = False
+        self._seconds, self._since = 0.0, drafting.clock()
+
+    def pause(self) -> None:
+        """Stop the clock: the caller gets a token."""
+        self._seconds += self._drafting.clock() - self._since
+
+    def resume(self) -> None:
+        """Let the clock run: the caller asks for the next token."""
+        self._since = self._drafting.clock()
+
+    def learn(self, newest: int) -> None:
+        """Note the id of the newest token, and the time of the plain step that gave it."""
+        if self._knows_newest:
+            return
+        self.tokens.append(newest)
+        self._knows_newest = True
+        if self._in_flight:
+            self._drafting.gate.note(0, 0, self._lap())
+
+    def stepped(self, newest: int) -> None:
+        """Note that a plain step on the newest token has begun, which gives the next newest."""
+        self.learn(newest)
+        self._knows_newest, self._in_flight = False, True
+
+    def propose(self, newest: mx.array, room: int, *, ahead: bool) -> list[int]:
+        """Return the drafts to read with the token `newest` ``[1]``; an empty list asks for a plain
+        step.
+
+        room: Most drafts. ahead: A plain step should begin before the host knows `newest`: wait
+        for it only if something is proposed without it.
+
+        Raises:
+            InputError: The source proposed what is no draft; the sampler drew an id outside the
+                vocabulary.
+        """
+        fixed, gate = self._drafting.fixed, self._drafting.gate
+        most = min(gate.wanted() if fixed is None else fixed, room)
+        if most < 1 or self._model.observed:
+            return []
+        # A source that observes proposes after the newest token alone.
+        waits = self._knows_newest or self._observes or not ahead
+        if not waits and not self._proposed(most + 1):
+            return []
+        value: Any = newest.item()
+        check_drawn([value], self._model.config.vocab_size)
+        self.learn(value)
+        drafts = self._proposed(most)
+        if drafts and fixed is None and not gate.pays(len(drafts)):
+            return []
+        return drafts
+
+    def _proposed(self, most: int) -> list[int]:
+        source, vocabulary = self._drafting.source, self._model.config.vocab_size
+        return proposed(source, self._drafts, self.tokens, most, vocabulary)
+
+    @contextmanager
+    def observing(self) -> Iterator[list[mx.array]]:
+        """Collect the hidden states of the model's calls inside the block, for :meth:`observe`, if
+        the source observes them."""
+        if not self._observes:
+            yield []
+            return
+        with self._model.collect_hidden() as found:
+            yield found
+
+    def observe(self, hidden: Sequence[mx.array], kept: int) -> None:
+        """Give the source what was collected, the first `kept` tokens of it."""
+        if self._observes:
+            C = hidden[0].shape[-1]
+            rows = mx.concatenate([h.reshape(1, -1, C) for h in hidden], axis=1)
+            self._drafts.observe(self._read, rows[:, :kept])
+        self._read += kept
+
+    def misses(self) -> int:
+        """Return how many experts steps have missed so far."""
+        if self._model.store.streaming is None:
+            return 0
+        return sum(layer.misses for layer in self._model.store.stats().layers.values())
+
+    def verified(self, drafts: int, given: int, newest: int, misses: int) -> None:
+        """Note a round after the caller got `given` of its tokens.
+
+        newest: The first draw that is no draft, or the one after the last draft. misses: Experts
+        that the round missed.
+        """
+        lap, accepted, gate = self._lap(), given - 1, self._drafting.gate
+        saved = gate.saved_by(given, lap)
+        gate.note(drafts, accepted, lap)
+        self._model.store.stats().drafts.add(
+            drafts, accepted, misses=misses, seconds=lap, saved=saved
+        )
+        self._knows_newest = self._in_flight = False
+        self.learn(newest)
+
+    def _lap(self) -> float:
+        self.pause()
+        self.resume()
+        lap, self._seconds = self._seconds, 0.0
+        return lap
