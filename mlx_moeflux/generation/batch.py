@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import SequenceState, transaction
+from mlx_moeflux.cache import SequenceState, keep_rows, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.checks import check_integer, check_number
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, UnsupportedError
+from mlx_moeflux.generation.drafting import Drafter
 from mlx_moeflux.generation.loop import CLEAR_EVERY, check_finite, normalised
 from mlx_moeflux.generation.prefill import Prefill, Request, make_prefill
 from mlx_moeflux.generation.sampling import (
@@ -150,6 +151,14 @@ class Batch:
             )
         return self.model(tokens[:, None], cache=self._entries, last_only=True)[:, -1]
 
+    def read_rows(self, tokens: mx.array) -> mx.array:
+        """Append tokens ``[R]`` to the only sequence on trial; return lazy logits ``[1, R, V]``."""
+        return self.model.read_rows(tokens[None], self._entries)
+
+    def keep_rows(self, n: int) -> None:
+        """Forget all rows of :meth:`read_rows` but the first n."""
+        keep_rows(self._entries, n)
+
     def evaluate(self, *arrays: mx.array) -> None:
         """Evaluate the results of :meth:`step` and the states."""
         mx.eval(arrays, [entry.state for entry in self._entries])
@@ -257,7 +266,9 @@ class BatchGenerator:
     A reply with no limit (-1), or one beyond what context and memory hold, waits for room for
     `open_reply` tokens. It may have more while there is memory, and else ends with "length".
 
-    A reply equals that of its prompt alone, but for the rounding of larger matrix products. One
+    A reply equals that of its prompt alone, but for the rounding of larger matrix products. While
+    one sequence is alone, the model may read drafts, and a call returns several tokens of it; not
+    with `keep_states`, nor with a pool. One
     thread at a time may call its methods; sequences are inserted and removed between calls of
     :meth:`next`.
     """
@@ -311,6 +322,8 @@ class BatchGenerator:
         self._newest: Any = None  # Sampled, not reported yet
         self._uids = self._steps = 0
         self._unreported = False
+        # The sequence that is alone since some steps, and its drafts.
+        self._drafts: tuple[Request, Drafter] | None = None
         self._closed = False
 
     def insert(
@@ -353,7 +366,8 @@ class BatchGenerator:
         return [sequence.uid for sequence in new]
 
     def next(self) -> list[BatchReply]:
-        """Return the next token of every running sequence, or an empty list if none is left.
+        """Return the next token of every running sequence, and further ones that were drafts, or an
+        empty list if no sequence is left.
 
         The call first reads one step of the waiting prompts, or more if no sequence is running.
         After an error or interrupt the next call repeats this one.
@@ -369,7 +383,15 @@ class BatchGenerator:
         """
         self._check_open()
         with self.model.lock, failures.reported():
-            return self._next()
+            drafter, self._drafts = self._alone(), None
+            if drafter is None:
+                return self._next(None)
+            drafter.resume()
+            (sequence,) = self._batch.names
+            replies = self._next(drafter)
+            drafter.pause()
+            self._drafts = sequence, drafter
+            return replies
 
     def fitting(
         self, prompt_tokens: int, limit: int, *, used: int = 0, what: str = "the prompt"
@@ -521,16 +543,35 @@ class BatchGenerator:
             breakpoints=breakpoints,
         )
 
-    def _next(self) -> list[BatchReply]:
+    def _alone(self) -> Drafter | None:
+        """Return the drafts of the only sequence, or None while there is none or another prompt."""
+        drafting, known = self.model.drafting, self._drafts
+        if drafting is None or len(self._batch) != 1 or self.workload()[:2] != (0, 0):
+            return None
+        if self.keep_states or self._batch.pool is not None:
+            return None
+        (sequence,) = self._batch.names
+        if known is not None and known[0] is sequence:
+            return known[1]
+        tokens = [*sequence.prompt, *sequence.reply]
+        read = len(tokens) - (not self._ahead and not self._unreported)
+        drafter = drafting.begin(self.model, tokens[:read], read=read)
+        for newest in tokens[read:]:
+            drafter.learn(newest)
+        return drafter
+
+    def _next(self, drafter: Drafter | None) -> list[BatchReply]:
         if not self._ahead and len(self._batch) and not self._unreported:
-            self._newest = self._advance()
+            self._newest = self._advance(drafter)
             self._unreported = True
         self._read_prompts()
         if not len(self._batch):
             return []
+        if drafter is not None and (replies := self._verified(drafter)):
+            return replies
         newest, sequences = self._newest, list(self._batch.names)
         if self._ahead:
-            self._newest = self._advance()
+            self._newest = self._advance(drafter)
         else:
             self._unreported = False
         check_finite(newest.finite, max(len(s.prompt) + len(s.reply) for s in sequences))
@@ -541,13 +582,48 @@ class BatchGenerator:
                 zip(sequences, newest.tokens.tolist(), strict=True)
             )
         ]
-        ended = [s for s, r in zip(sequences, replies, strict=True) if r.finish_reason]
+        self._end_step([s for s, r in zip(sequences, replies, strict=True) if r.finish_reason])
+        return replies
+
+    def _verified(self, drafter: Drafter) -> list[BatchReply]:
+        """Read the newest token of the only sequence and drafts as rows. Return it and the accepted
+        drafts as replies, or an empty list if nothing was proposed."""
+        (sequence,), newest = self._batch.names, self._newest
+        # The last token takes a plain step, as in a loop.
+        room = min(sequence.limit, sequence.reserved) - len(sequence.reply) - 2
+        drafts = drafter.propose(newest.tokens, room, ahead=self._ahead)
+        if not drafts:
+            return []
+        rows: Any = mx.concatenate([newest.tokens.astype(mx.uint32), mx.array(drafts, mx.uint32)])
+        ids, before, given = rows.tolist(), drafter.misses(), []
+        with self._batch.transaction():
+            with drafter.observing() as hidden:
+                logits = self._batch.read_rows(rows)
+            self._batch.evaluate(logits)
+            misses = drafter.misses() - before
+            for r, value in enumerate(ids):
+                check_finite(newest.finite, len(sequence.prompt) + len(sequence.reply) + r)
+                given.append((value, newest.logprobs[0]))
+                pending = [rows[i : i + 1] for i in range(r + 1)]
+                newest = sampled(self.model, logits[:, r], [sequence], pending=pending)
+                (following,) = drawn_ids = newest.tokens.tolist()
+                check_drawn(drawn_ids, newest.logprobs.shape[-1])
+                if value in self._stops or following != (*ids, None)[r + 1]:
+                    break
+            self._batch.keep_rows(len(given))
+        drafter.observe(hidden, len(given))
+        drafter.verified(drafts, len(given), following, misses)
+        self._newest, self._unreported = newest, True
+        replies = [self._reply(sequence, value, logprobs) for value, logprobs in given]
+        self._end_step([sequence] if replies[-1].finish_reason else [])
+        return replies
+
+    def _end_step(self, ended: list[Request]) -> None:
         self._keep_replies(ended)
         self._drop(ended)
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        return replies
 
     def _shorten(self, sequences: list[Request]) -> None:
         """End the longest of the grown replies with their next token until the states of all fit in
@@ -588,8 +664,21 @@ class BatchGenerator:
             rows = mx.array(keep)
             self._newest = Sampled(*(array[rows] for array in self._newest))
 
-    def _advance(self) -> Sampled:
-        """Run the model on every sequence's newest token and sample the next ones."""
+    def _advance(self, drafter: Drafter | None) -> Sampled:
+        """Run the model on every sequence's newest token and sample the next ones. drafter: Of the
+        only sequence."""
+        if drafter is None:
+            return self._step()
+        if not self._ahead:
+            drafter.stepped(self._newest.tokens.item())
+        with drafter.observing() as hidden:
+            following = self._step()
+        if self._ahead:
+            drafter.stepped(self._newest.tokens.item())
+        drafter.observe(hidden, 1)
+        return following
+
+    def _step(self) -> Sampled:
         tokens = self._newest.tokens
         pending = [tokens] if self._ahead else []
         with self._batch.transaction():

@@ -160,12 +160,16 @@ class _Reply:
 def _run(generator: BatchGenerator, replies: dict[int, _Reply], *, verbose: bool) -> None:
     done = 0
     while current := generator.next():
+        ended = set()
         for reply in current:
+            if reply.uid in ended:
+                continue  # a draft behind a stop text
             stopped = replies[reply.uid].add(reply)
             if stopped and reply.finish_reason is None:
                 states = generator.remove([reply.uid], return_prompt_caches=generator.keep_states)
                 replies[reply.uid].state = states.get(reply.uid)
             if stopped or reply.finish_reason:
+                ended.add(reply.uid)
                 done += 1
                 if verbose:
                     print(f"{done} of {len(replies)} replies", end="\r", flush=True)  # noqa: T201

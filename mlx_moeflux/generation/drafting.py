@@ -200,18 +200,19 @@ class Drafter:
             return 0
         return sum(layer.misses for layer in self._model.store.stats().layers.values())
 
-    def verified(self, drafts: int, given: int, newest: int, misses: int) -> None:
-        """Note a round after the caller got `given` of its tokens.
+    def verified(self, drafts: Sequence[int], given: int, newest: int, misses: int) -> None:
+        """Note a round that gave `given` tokens: the newest one of before and accepted drafts.
 
         newest: The first draw that is no draft, or the one after the last draft. misses: Experts
         that the round missed.
         """
         lap, accepted, gate = self._lap(), given - 1, self._drafting.gate
         saved = gate.saved_by(given, lap)
-        gate.note(drafts, accepted, lap)
+        gate.note(len(drafts), accepted, lap)
         self._model.store.stats().drafts.add(
-            drafts, accepted, misses=misses, seconds=lap, saved=saved
+            len(drafts), accepted, misses=misses, seconds=lap, saved=saved
         )
+        self.tokens += drafts[:accepted]
         self._knows_newest = self._in_flight = False
         self.learn(newest)
 

@@ -327,7 +327,7 @@ class _Loop:
         check_drawn([following_value], newest.logprobs.size)
         with self.model.lock:
             drafter.observe(hidden, given)
-            drafter.verified(len(drafts), given, following_value, misses)
+            drafter.verified(drafts, given, following_value, misses)
         return newest
 
     def _sampled_rows(self, logits: mx.array, rows: mx.array) -> Iterator[Newest]:

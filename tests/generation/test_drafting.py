@@ -12,10 +12,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux import PromptCache, load, load_model, stream_generate
+from mlx_moeflux import PromptCache, batch_generate, load, load_model, stream_generate
 from mlx_moeflux.cache.state.spec import export
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.generation import loop
+from mlx_moeflux.generation import batch, loop
+from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.drafting import MOST_DRAFTS, Drafting, make_drafting
 from mlx_moeflux.generation.drafts import Lookup
 from mlx_moeflux.generation.loop import generate_step
@@ -62,11 +63,29 @@ class Noise(Replay):
         return [self._rng.randrange(64) for _ in range(self._rng.randint(0, most))]
 
 
+class Observer(Replay):
+    """Keeps the hidden states that it is given."""
+
+    def __init__(self, text: Sequence[int]):
+        super().__init__(text, 0.7)
+        self.found: list[tuple[int, mx.array]] = []
+
+    def observe(self, position: int, hidden: mx.array) -> None:
+        self.found.append((position, hidden))
+
+
 @functools.cache
 def model_of(family: str, memory: str = ""):
     directory = GOLDEN / family
     memory = memory or smallest_memory(directory)
     return load_model(directory, expert_memory=memory, dtype=mx.float32)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+    with model:
+        yield model, tokenizer
 
 
 @pytest.fixture(params=["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
@@ -118,6 +137,123 @@ def test_drafts_do_not_change_a_bit(family, memory, kind):
     same(said(model, Noise()), expected)
     same(said(model, Lookup(), fixed=2), expected)
     same(said(model, Replay(text, 0.8), fixed=None), expected)
+
+
+def test_a_text_that_is_known_takes_a_step_for_four_tokens(kind):
+    model = model_of("text_top3")
+    expected = said(model)
+    before, source = model.store.stats().snapshot(), Replay(PROMPT + expected[0])
+    said(model, source)
+    drafts = model.store.stats().since(before).drafts
+    # Three steps of four tokens; the last two take a step each.
+    assert (drafts.rounds, drafts.proposed, drafts.accepted) == (3, 9, 9)
+
+
+def batched(
+    model, source: Any = None, *, fixed: int | None = MOST_DRAFTS, prompts=(PROMPT,), **options
+):
+    """Return the replies of a batch to each prompt, and the number of its steps."""
+    model.drafting = None if source is None else Drafting(source, fixed=fixed)
+    found, steps = [[] for _ in prompts], 0
+    try:
+        with BatchGenerator(model, max_tokens=COUNT, **options) as generator:
+            generator.insert(prompts)
+            while replies := generator.next():
+                steps += 1
+                for r in replies:
+                    found[r.uid].append((r.token, r.finish_reason, r.logprobs))
+    finally:
+        model.drafting = None
+    return found, steps
+
+
+def same_replies(found, expected) -> None:
+    assert [r[:2] for r in found] == [r[:2] for r in expected]
+    assert all(same_bits(a[2], b[2]) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_sequence_that_is_alone_in_a_batch_has_drafts(sampled, kind, monkeypatch):
+    monkeypatch.setattr(batch, "device", seen_as(kind))
+    model = model_of("text_top3")
+
+    def run(source=None, fixed=MOST_DRAFTS):
+        options: dict[str, Any] = {}
+        if sampled:
+            processors = make_logits_processors(None, 1.3, 9)
+            options = {"sampler": make_sampler(1.4, seed=2), "logits_processors": processors}
+        (found,), steps = batched(model, source, fixed=fixed, **options)
+        return found, steps
+
+    expected, plain = run()
+    text = PROMPT + [token for token, *_ in expected]
+    assert plain == COUNT
+    for source in (Replay(text), Replay(text, 0.6), Observer(text), Noise()):
+        found, steps = run(source)
+        same_replies(found, expected)
+        assert steps < plain or isinstance(source, Noise)
+    assert run(Replay(text))[1] <= 6
+    same_replies(run(Replay(text), fixed=None)[0], expected)
+
+
+def test_a_stop_id_among_accepted_drafts_ends_a_reply_of_a_batch():
+    model = model_of("text_top3")
+    (expected,), _ = batched(model)
+    text = PROMPT + [token for token, *_ in expected]
+    for stop in {token for token, *_ in expected[2:8]}:
+        (plain,), _ = batched(model, stop_ids=[stop])
+        (found,), _ = batched(model, Replay(text), stop_ids=[stop])
+        same_replies(found, plain)
+        assert plain[-1][1] == "stop"
+
+
+def test_sequences_that_are_not_alone_have_no_drafts():
+    model = model_of("text_top3")
+    prompts = (PROMPT, tokens_of(5, seed=3)[0].tolist())
+    expected, _ = batched(model, prompts=prompts)
+    source = Noise()
+    source.propose = None  # not called
+    drafted, steps = batched(model, source, prompts=prompts)
+    assert steps == COUNT
+    for mine, theirs in zip(drafted, expected, strict=True):
+        same_replies(mine, theirs)
+
+
+def test_a_prompt_that_joins_between_drafts_changes_nothing():
+    model = model_of("text_top3")
+    other = tokens_of(5, seed=3)[0].tolist()
+
+    def run(source):
+        model.drafting = None if source is None else Drafting(source, fixed=3)
+        found: dict[int, list[int]] = {0: [], 1: []}
+        with BatchGenerator(model, max_tokens=COUNT) as generator:
+            generator.insert([PROMPT])
+            while replies := generator.next():
+                for r in replies:
+                    found[r.uid].append(r.token)
+                if len(found[0]) >= 4 and generator._uids == 1:
+                    generator.insert([other], [4])
+        model.drafting = None
+        return found
+
+    expected = run(None)
+    assert run(Replay(PROMPT + expected[0])) == expected
+
+
+def test_text_behind_a_stop_text_is_no_part_of_a_reply_of_batch_generate(pair):
+    model, tokenizer = pair
+    prompt = "def main(argv):\n"
+    options: dict[str, Any] = {"max_tokens": 24, "return_token_ids": True, "return_logprobs": True}
+    whole = batch_generate(model, tokenizer, [prompt], **options)
+    text, ids = whole.texts[0], tokenizer.encode(prompt) + whole.token_ids[0]
+    stop = text[8:11]
+    plain = batch_generate(model, tokenizer, [prompt], stop=stop, **options)
+    model.drafting = Drafting(Replay(ids, vocabulary=4096), fixed=3)
+    found = batch_generate(model, tokenizer, [prompt], stop=stop, **options)
+    model.drafting = None
+    assert (found.texts, found.token_ids) == (plain.texts, plain.token_ids)
+    assert found.logprobs == plain.logprobs
+    assert found.stats.experts.drafts.accepted > 0
 
 
 class Remembers:
@@ -267,13 +403,6 @@ def test_a_prompt_cache_goes_on_after_a_reply_with_drafts():
     assert turns(Drafting(Lookup(), fixed=3)) == expected
 
 
-@pytest.fixture(scope="module")
-def pair():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
-    with model:
-        yield model, tokenizer
-
-
 def by_stream(pair, source: Any, prompt: str, **options):
     model, tokenizer = pair
     model.drafting = None if source is None else Drafting(source, fixed=3)
@@ -330,17 +459,6 @@ def test_a_schema_holds_with_drafts(pair):
     for right in (1.0, 0.5):
         source = Replay(tokenizer.encode(prompt) + plain, right, vocabulary=4096)
         assert [r.token for r in constrained(source)] == plain
-
-
-class Observer(Replay):
-    """Keeps the hidden states that it is given."""
-
-    def __init__(self, text: Sequence[int]):
-        super().__init__(text, 0.7)
-        self.found: list[tuple[int, mx.array]] = []
-
-    def observe(self, position: int, hidden: mx.array) -> None:
-        self.found.append((position, hidden))
 
 
 def test_a_source_observes_the_hidden_state_of_each_token_that_stays(kind):
