@@ -153,7 +153,7 @@ def test_the_reference_lists_every_option_of_loading():
 def test_protocols_of_the_readme_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     paths = re.findall(r"=` \| `([\w.]+)` \|$", text, re.MULTILINE)
-    assert len(paths) == 7
+    assert len(paths) == 8
     for path in paths:
         assert hooks().find(f"mlx_moeflux.{path}")
 

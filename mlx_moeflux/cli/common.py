@@ -34,8 +34,8 @@ PROMPT_SHARE = "10%"
 # Flags of mlx-lm that are refused -> reason.
 REFUSED = {
     "--adapter-path": "adapters are not applied to streamed experts",
-    "--draft-model": "a draft multiplies the experts that each step reads",
-    "--num-draft-tokens": "there is no draft model",
+    "--draft-model": "drafts come from the text itself, with --drafts",
+    "--num-draft-tokens": "--drafts says how many are read at a time",
     "--image": "images are not read",
     "--quantize-activations": "activations stay in the compute dtype",
     "--max-kv-size": "the state of the recurrent layers cannot be rotated",
