@@ -136,6 +136,8 @@ def _steps(
                     drafts = drafter.propose(following.token, room, ahead=ahead)
                 if drafts:
                     following = yield from loop.verify(following, drafts, reply)
+                    if len(reply) // CLEAR_EVERY > count // CLEAR_EVERY:
+                        mx.clear_cache()
                     count = len(reply)
                     continue
             count += 1

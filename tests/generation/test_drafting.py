@@ -256,6 +256,58 @@ def test_text_behind_a_stop_text_is_no_part_of_a_reply_of_batch_generate(pair):
     assert found.stats.experts.drafts.accepted > 0
 
 
+def test_the_gate_learns_of_each_token_and_not_of_the_time_of_the_caller(kind):
+    model, notes = model_of("text_top3"), []
+    expected = said(model)
+    now = [0.0]
+    drafting = Drafting(Replay(PROMPT + expected[0], 0.7), clock=lambda: now[0])
+    note = drafting.gate.note
+
+    def noted(drafts: int, accepted: int, seconds: float) -> None:
+        notes.append((drafts, accepted))
+        note(drafts, accepted, seconds + 1 + 0.2 * drafts)
+
+    drafting.gate.note = noted
+    before = model.store.stats().snapshot()
+    model.drafting = drafting
+    tokens = []
+    for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=COUNT):
+        tokens.append(token)
+        now[0] += 100.0
+    model.drafting = None
+    assert tokens == expected[0]
+    assert drafting.gate.seconds == pytest.approx(sum(1 + 0.2 * drafts for drafts, _ in notes))
+    rounds = [(drafts, accepted) for drafts, accepted in notes if drafts]
+    stats = model.store.stats().since(before).drafts
+    assert (stats.rounds, stats.proposed) == (len(rounds), sum(drafts for drafts, _ in rounds))
+    assert stats.accepted == sum(accepted for _, accepted in rounds) > 0
+    # The time of a plain step is known with its token: that of the last one never.
+    plain = COUNT - stats.rounds - stats.accepted
+    assert plain - 2 <= len(notes) - len(rounds) <= plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temp", [0.0, 1.3])
+def test_a_hundred_random_prompts(temp):
+    model = model_of("text_top3")
+    for seed in range(100):
+        prompt = mx.array(tokens_of(3 + seed % 29, seed=seed)[0])
+
+        def run(source=None, prompt=prompt, seed=seed):
+            model.drafting = None if source is None else Drafting(source, fixed=1 + seed % 3)
+            sampler = make_sampler(temp, seed=seed)
+            found = list(generate_step(prompt, model, max_tokens=20, sampler=sampler))
+            model.drafting = None
+            return found
+
+        plain = run()
+        text = [*prompt.tolist(), *(token for token, _ in plain)]
+        for source in (Lookup(), Replay(text, 0.7), Noise()):
+            drafted = run(source)
+            assert [t for t, _ in drafted] == [t for t, _ in plain]
+            assert all(same_bits(a, b) for (_, a), (_, b) in zip(drafted, plain, strict=True))
+
+
 class Remembers:
     """Processor and sampler with a state of their own, which see each token once."""
 
