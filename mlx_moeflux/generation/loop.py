@@ -116,10 +116,10 @@ def _steps(
     cache, resumed, drafting = loop.cache, loop.resumed, model.drafting
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
     drafter: Drafter | None = None
-    if drafting is not None:
-        known = 0 if resumed is None else resumed.position
-        loop.drafter = drafter = drafting.begin(model, prompt.tolist(), read=known)
     with model.lock, transaction(cache):
+        if drafting is not None:
+            known = 0 if resumed is None else resumed.position
+            loop.drafter = drafter = drafting.begin(model, prompt.tolist(), read=known)
         following: Any = loop.prefill(size, stop=max_tokens == 0)
     # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
     # pending reader would keep MLX from writing the key-value buffers in place.
@@ -154,10 +154,11 @@ def _steps(
                 check_drawn([value], logprobs.size)
                 check_finite(finite, prompt.shape[0] + len(reply))
                 reply.append(value)
+                if drafter is not None:
+                    drafter.stepped(value)
             if drafter is None:
                 yield value, logprobs
             else:
-                drafter.stepped(value)
                 drafter.pause()
                 yield value, logprobs
                 drafter.resume()

@@ -21,7 +21,8 @@ from mlx_moeflux.generation.drafting import MOST_DRAFTS, Drafting, make_drafting
 from mlx_moeflux.generation.drafts import Lookup
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.sampling import make_logits_processors, make_sampler
-from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.loading import BUNDLED_MODEL, LoadOptions
+from mlx_moeflux.loading import steps as loading_steps
 from tests.devices import seen_as
 from tests.models.twins import GOLDEN, smallest_memory
 from tests.models_at_hand import TWIN, same_bits, tokens_of
@@ -591,6 +592,12 @@ def test_a_source_has_to_begin_with_an_object_that_proposes():
 def test_a_wrong_option_is_one_line(given, message):
     with pytest.raises(InputError, match=message):
         load_model(TWIN, drafts=given)
+
+
+def test_ranks_have_no_drafts():
+    options = LoadOptions(distributed=object(), drafts="auto")
+    with pytest.raises(InputError, match="drafts are for one process"):
+        loading_steps._checked(options)
 
 
 def test_options_choose_the_source_and_the_number():
