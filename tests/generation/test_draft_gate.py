@@ -65,7 +65,10 @@ def seconds_of_text(
     return seconds / done
 
 
-@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize(
+    "costs",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c in ("missing", "uneven"))) for c in COSTS],
+)
 @pytest.mark.parametrize("accepted", ACCEPTED)
 def test_the_gate_is_near_the_best_fixed_number(costs, accepted):
     for proposed, noise in ((1.0, 0.0), (0.2, 0.1)):
