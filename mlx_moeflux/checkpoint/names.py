@@ -77,7 +77,21 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(\w+)\..*")
 # Multi-token prediction: parts that only a layer of it has, in canonical names (DeepSeek-V3 and
 # V3.2, GLM-4.5 to 5), and names of a module of its own as they are stored (Qwen).
 _PREDICTION_PARTS = {"eh_proj", "enorm", "hnorm", "shared_head"}
-_PREDICTION_MODULE = re.compile(r"((model\.)?language_model\.)?(model\.)?mtp\..*")
+_PREDICTION_MODULE = re.compile(r"(?:(?:model\.)?language_model\.)?(?:model\.)?mtp\.(.*)")
+# Parts of a head of multi-token prediction that no layer of a model has: name in a layer or in a
+# module -> name in :class:`~mlx_moeflux.models.mtp.PredictionHead`. Of None, the head uses the
+# model's own.
+_HEAD_PARTS: dict[str, str | None] = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "model.norm",
+    "shared_head.head": None,
+    "embed_tokens": None,
+    "norm": "model.norm",
+    "hyper_connection_mixer": "model.hyper_connection_mixer",
+    "layers.0": "model.layers.0",
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,10 @@ class MappedTensors:
     tables: dict[int, list[Shard]] = field(default_factory=dict)
     prediction: dict[str, TensorRef] = field(default_factory=dict)
 
+    def count_of(self, layer: int) -> int | None:
+        """Return how many experts a layer has, None if it has none."""
+        return next((len(refs) for refs in self.experts.get(layer, {}).values()), None)
+
 
 _Single = dict[tuple[int, str], dict[int, TensorRef]]
 """(Layer, component) -> expert -> its own tensor."""
@@ -189,6 +207,59 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
     mapped.experts = in_block_order(mapped.experts)
     mapped.tables = tables.ordered()
     return mapped
+
+
+def map_head(prediction: Mapping[str, TensorRef], rules: NameRules) -> MappedTensors:
+    """Return the first head of multi-token prediction under the names of
+    :class:`~mlx_moeflux.models.mtp.PredictionHead`, whose layer is layer 0; others are left out.
+
+    prediction: As :class:`MappedTensors` has it, or tensors of other files; where none of these is
+    named as one of a head, all are, and their names lack the beginning. rules: Of the model's
+    checkpoint.
+
+    Raises:
+        CheckpointError: See :func:`map_tensors`.
+    """
+    marked = {name: ref for name, ref in prediction.items() if _is_heads(name, rules)}
+    named = {_head_name(name, rules): ref for name, ref in (marked or prediction).items()}
+    named.pop(None, None)
+    inner = replace(rules, prefixes=(), layers=None, prediction_module=False)
+    return map_tensors(cast("dict[str, TensorRef]", named), inner)
+
+
+def stored_head_name(name: str, rules: NameRules) -> str:
+    """Return the name under which a checkpoint of `rules` stores a head's part `name`, as
+    :func:`map_head` gives it, with experts in mlx-lm's names."""
+    if rules.prediction_module:
+        return f"mtp.{name.removeprefix('model.')}"
+    layer = f"model.layers.{rules.layers}."
+    for part, renamed in _HEAD_PARTS.items():
+        if renamed is not None and name.startswith(f"{renamed}."):
+            rest = name.removeprefix(renamed)
+            return layer + (rest[1:] if part == "layers.0" else part + rest)
+    return layer + name
+
+
+def _is_heads(name: str, rules: NameRules) -> bool:
+    """Return True if the name is one of a head's tensor."""
+    layer = _LAYER.fullmatch(rules.canonical(name))
+    behind = layer is not None and rules.layers is not None and int(layer[1]) >= rules.layers
+    return behind or _PREDICTION_MODULE.fullmatch(name) is not None
+
+
+def _head_name(name: str, rules: NameRules) -> str | None:
+    """Return the name of a head's tensor, None if it is of no use."""
+    module = _PREDICTION_MODULE.fullmatch(name)
+    rest = module[1] if module else rules.canonical(name)
+    start = ""
+    if (layer := _LAYER.fullmatch(rest)) is not None:
+        if int(layer[1]) != rules.layers:
+            return None
+        rest, start = rest[layer.start(2) :], "model.layers.0."
+    for part, renamed in _HEAD_PARTS.items():
+        if rest.startswith(f"{part}."):
+            return renamed and renamed + rest.removeprefix(part)
+    return start + rest
 
 
 def in_block_order(experts: dict[int, dict[str, ExpertRefs]]) -> dict[int, dict[str, ExpertRefs]]:

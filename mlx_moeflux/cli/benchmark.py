@@ -29,7 +29,7 @@ REFUSED = {
     "--trust-remote-code": "no code from a checkpoint runs",
 }
 # Options of loading that are passed on as they are.
-LOADED = ("drafts", "experts_per_token", "max_context", "strict_config", *RANKS)
+LOADED = ("drafts", "mtp_path", "experts_per_token", "max_context", "strict_config", *RANKS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

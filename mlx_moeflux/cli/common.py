@@ -34,7 +34,7 @@ PROMPT_SHARE = "10%"
 # Flags of mlx-lm that are refused -> reason.
 REFUSED = {
     "--adapter-path": "adapters are not applied to streamed experts",
-    "--draft-model": "drafts come from the text itself, with --drafts",
+    "--draft-model": "drafts come from the text or the model's own head, with --drafts",
     "--num-draft-tokens": "--drafts says how many are read at a time",
     "--image": "images are not read",
     "--quantize-activations": "activations stay in the compute dtype",

@@ -176,7 +176,7 @@ class Plan:
 
     slots: MoE layer id -> slots; every expert's when `resident`. row_bytes: Memory for rows of
     tables on disk. usable_bytes: What `auto` may fill. reserved_bytes: The part of it that is for
-    none of these.
+    none of these. draft_bytes: Of a head of multi-token prediction, its experts' slots included.
     """
 
     resident: bool
@@ -190,6 +190,7 @@ class Plan:
     row_bytes: int = 0
     usable_bytes: int = 0
     reserved_bytes: int = 0
+    draft_bytes: int = 0
 
     def __str__(self) -> str:
         kind = "resident" if self.resident else "streamed"
@@ -199,6 +200,7 @@ class Plan:
             f"experts {kind}",
             f"trunk {format_bytes(self.trunk_bytes)}",
             *([f"n-gram rows {format_bytes(self.row_bytes)}"] if self.row_bytes else []),
+            *([f"drafts {format_bytes(self.draft_bytes)}"] if self.draft_bytes else []),
             f"experts {format_bytes(self.expert_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} ({slots} slots a layer)",
             f"free memory {format_bytes(self.free_bytes)}",

@@ -20,6 +20,7 @@ from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.named import label
 from mlx_moeflux.generation.draft_gate import DraftGate
 from mlx_moeflux.generation.drafts import Drafts, Lookup, begun, observes, proposed
+from mlx_moeflux.generation.head_drafts import HeadDrafts
 from mlx_moeflux.generation.sampling import check_drawn
 
 MOST_DRAFTS = MOST_ROWS - 1
@@ -28,7 +29,10 @@ MOST_DRAFTS = MOST_ROWS - 1
 OFF, AUTO = "off", "auto"
 # Name -> what makes the source for a model, or returns None if the model has none. The first that
 # a model has is the one of ``auto``.
-SOURCES: dict[str, Callable[[Any], Drafts | None]] = {"lookup": lambda model: Lookup()}
+SOURCES: dict[str, Callable[[Any], Drafts | None]] = {
+    HeadDrafts.name: lambda model: HeadDrafts(model.prediction) if model.prediction else None,
+    Lookup.name: lambda model: Lookup(),
+}
 
 Draftable = str | int | Drafts
 """What the option ``drafts`` takes."""
@@ -50,6 +54,12 @@ def check_drafts(given: Any) -> None:
     if not callable(getattr(given, "begin", None)):
         raise InputError(f"the drafts {label(given)} have no 'begin'; see the Drafts protocol.")
     check_method(f"begin of the drafts {label(given)}", given.begin, Drafts.begin)
+
+
+def draws_on_heads(given: Draftable) -> bool:
+    """Return True if a value of the option ``drafts`` uses a head of multi-token prediction, if
+    there is one."""
+    return given in (AUTO, HeadDrafts.name) or isinstance(given, int)
 
 
 def make_drafting(given: Draftable, model: Any) -> Drafting | None:

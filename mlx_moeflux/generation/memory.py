@@ -70,7 +70,8 @@ class Needs:
     @classmethod
     def of(cls, model: Any, *, prompt_tokens: int, state_bytes: int, batch: bool = False) -> Needs:
         """Return the needs of a generation: `cache` for the activations of a prompt call, `wired`
-        as ``model.wired_memory`` says: for trunk, bank and state if it is "auto"."""
+        as ``model.wired_memory`` says: for trunk, bank, state and a head that drafts if it is
+        "auto"."""
         wired = model.wired_memory
         if wired == OFF or (wired is None and batch):
             wired = 0
@@ -79,6 +80,8 @@ class Needs:
             wired = sum(array.nbytes for array in weights) + state_bytes
             if (streaming := model.store.streaming) is not None:
                 wired += streaming.nbytes
+            if model.plan is not None:
+                wired += model.plan.draft_bytes
         cache = max(LEAST_CACHE_BYTES, model.activation_bytes(prompt_tokens))
         return cls(cache=cache, wired=wired)
 

@@ -180,9 +180,16 @@ class LoadOptions:
     drafts: str | int | Drafts = option(
         "off",
         "Guess the next tokens and read several in one step; the text stays the same bit for bit. "
-        "``auto``: what the model has, as many as time says; ``lookup``: continuations of n-grams "
-        "in prompt and reply; 1 to 3: always so many; an object that proposes; or ``off``.",
-        Flag("auto, lookup, 1 to 3 at a time, or off (default)", draft_number),
+        "``auto``: the best that the model has, as many as time says; ``mtp``: its head of "
+        "multi-token prediction, which is loaded then; ``lookup``: continuations of n-grams in "
+        "prompt and reply; 1 to 3: always so many; an object that proposes; or ``off``.",
+        Flag("auto, mtp, lookup, 1 to 3 at a time, or off (default)", draft_number),
+    )
+    mtp_path: str | os.PathLike[str] | None = option(
+        None,
+        "File or directory in safetensors with the head of multi-token prediction of `drafts`; "
+        "default: the checkpoint's.",
+        Flag("file or directory with the head of multi-token prediction", metavar="PATH"),
     )
     tuning: str | os.PathLike[str] | None = option(
         None,

@@ -36,11 +36,13 @@ from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import make_prefetch
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, check_threads
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
-from mlx_moeflux.generation.drafting import OFF, check_drafts, make_drafting
+from mlx_moeflux.generation.drafting import OFF, check_drafts, draws_on_heads, make_drafting
+from mlx_moeflux.generation.head_drafts import HeadDrafts
 from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.loading.heads import OpenedHead, open_head
 from mlx_moeflux.loading.options import (
     NAMES,
     LoadArguments,
@@ -211,6 +213,13 @@ def _checked(options: LoadOptions) -> LoadOptions:
     own = options.reader is not None or options.store is not None
     if own and len(_expert_paths(options)) > 1:
         raise InputError("a reader or store of your own reads one place; give one expert_path.")
+    if not isinstance(options.mtp_path, str | os.PathLike | None):
+        raise InputError(f"mtp_path is {options.mtp_path!r}; give a file or a directory.")
+    if options.mtp_path is not None and not draws_on_heads(options.drafts):
+        raise InputError("mtp_path has a head for drafts; give drafts 'mtp' or 'auto' too.")
+    head = options.mtp_path is not None or options.drafts == HeadDrafts.name
+    if head and options.store is not None:
+        raise InputError("a store of your own has no experts of a head; leave out drafts of 'mtp'.")
     for name in ("experts_per_token", "max_context"):
         number = getattr(options, name)
         if not isinstance(number, int | None):
@@ -431,11 +440,15 @@ def _fill(
         )
         of_trunk = trunk_bytes_to_decode(model, source.kernels.project, dtype)
         model.decoding_bytes = max(of_experts, of_trunk)
+        head = _open_head(model, source, placed, dtype)
+        if head is not None:
+            model.set_prediction(head.head)
         store, model.plan = make_store(
             *(model, placed.mapped, layouts, options),
             part=placed.part,
             places=placed.places,
             memory=memory,
+            head=head,
         )
         store.stats().mark_lossy_later(source.kernels.unpromised)
         if options.verbose:
@@ -447,6 +460,26 @@ def _fill(
     else:
         check_store(store, model, layouts, dtype)
     model.set_store(store)
+
+
+def _open_head(
+    model: DecoderModel, source: Source, placed: Placed, dtype: mx.Dtype
+) -> OpenedHead | None:
+    """Read the head of multi-token prediction: the one that was asked for, or, where drafts are the
+    best that there are, the checkpoint's if it has one."""
+    options, own = source.options, placed.mapped.prediction
+    if options.drafts != HeadDrafts.name and options.mtp_path is None:
+        computed = source.config.prediction() is not None
+        if not (own and computed and draws_on_heads(options.drafts)):
+            return None
+    return open_head(
+        model,
+        source.checkpoint,
+        placed.mapped,
+        path=options.mtp_path,
+        reader=options.expert_reader,
+        dtype=dtype,
+    )
 
 
 def _finish(model: DecoderModel, source: Source, placed: Placed) -> None:
@@ -469,6 +502,8 @@ def _finish(model: DecoderModel, source: Source, placed: Placed) -> None:
         stats.mark_lossy(f"kv_bits {options.kv_bits}")
     if options.fuse or (options.fuse is None and device.kind() != "cpu"):
         model.prepare()
+        if model.prediction is not None:
+            model.prediction.body.prepare()
     if placed.part is not None:
         placed.part.agree(model, exact_prompts=options.exact_prompts)
 

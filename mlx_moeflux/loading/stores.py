@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.registry import Dispatcher
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import kept_budget
+from mlx_moeflux.loading.heads import OpenedHead
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.layers import BlocksLinear, weights_of
@@ -54,11 +56,13 @@ def make_store(
     part: Part | None,
     places: Mapping[str, Experts],
     memory: Memory,
+    head: OpenedHead | None = None,
 ) -> tuple[StreamedStore | ResidentStore, Plan]:
     """Plan the memory of the experts and build their store; closes the reader unless it is used.
 
     part: This rank's, whose experts alone `mapped` has; None: one process has all. places: Path ->
-    the same experts there, the first those of `mapped`.
+    the same experts there, the first those of `mapped`. head: Shares the budget as a further layer,
+    and gets a store of its own.
 
     Raises:
         InputError: A given reader is wrong, or an option is out of range.
@@ -76,7 +80,10 @@ def make_store(
     if isinstance(prefetch, AutoLookAhead) and (part is not None or not model.CAN_LOOK_AHEAD):
         prefetch = None
     threads = DEFAULT_THREADS if options.expert_threads is None else options.expert_threads
-    try:
+    with ExitStack() as opened:
+        opened.callback(reader.close)
+        if head is not None:
+            opened.callback(head.reader.close)
         if given is not None:
             check_reader(
                 reader,
@@ -88,20 +95,27 @@ def make_store(
         asked = AUTO if options.expert_memory is None else options.expert_memory
         K = min(model.router.num_experts_per_tok, E)
         pull, why = _handshake(options, reader, prefetch, part, K)
+        positions = min(KV_POSITIONS, model.config.max_position_embeddings)
+        blocks = {layer: layout.nbytes for layer, layout in layouts.items()}
+        trunk, kv = model.trunk_bytes(), model.state_bytes(positions)
+        staging = staging_bytes(reader, threads)
+        if head is not None:
+            blocks[head.layer] = head.block_bytes_for(E)
+            trunk, kv = trunk + head.trunk_bytes, kv + head.head.body.state_bytes(positions)
+            staging += staging_bytes(head.reader, threads)
         planned = partial(
             make_plan,
             asked,
-            {layer: layout.nbytes for layer, layout in layouts.items()},
+            blocks,
             num_experts=E,
             experts_per_token=K,
-            trunk_bytes=model.trunk_bytes(),
+            trunk_bytes=trunk,
             row_bytes=model.row_bytes,
-            kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
+            kv_bytes=kv,
             memory=memory,
             reader=reader.name + (f" from {len(places)} places" if len(places) > 1 else ""),
             reserved=options.reserved_memory,
         )
-        staging = staging_bytes(reader, threads)
         try:
             plan = planned(staging_bytes=staging + _shared_bytes(reader, pull))
         except MemoryBudgetError:
@@ -109,34 +123,72 @@ def make_store(
                 raise
             pull, why = None, _why("its memory does not fit the budget", options)
             plan = planned(staging_bytes=staging)
+        slots = 0
+        if head is not None:
+            plan, slots = _without_head(plan, head, E)
         _check_buffers(plan, layouts)
         if plan.resident and given is None:
             reader.close()
-            return _resident(model, mapped, layouts, E, mix, events, options.verbose), plan
-        timed = None
-        shared = given is None and part is None and memory.backend != "cuda" and not pull
-        if parse_budget(asked, plan.expert_bytes) is None and shared and not options.safe:
-            timed = _timed_budget(plan, layouts, reader, threads, pairs=K, model=model.identity)
-        if timed is not None and timed.wanted is timed.smaller:
-            slots, nbytes = timed.wanted
-            why = f"{plan.why}, of which half was measured to be faster"
-            plan = replace(plan, slots=slots, budget_bytes=nbytes, why=why)
-        return StreamedStore(
-            reader,
-            plan.slots,
-            threads=threads,
-            events=events,
-            mix=mix,
-            activation=model.activation,
-            eviction=options.eviction,
-            prefetch=prefetch,
-            keep_all_ahead=options.keep_all_ahead,
-            timed_budget=timed,
-            handshake=pull or why,
-        ), plan
-    except BaseException:
-        reader.close()
-        raise
+            store = _resident(model, mapped, layouts, E, mix, events, options.verbose)
+        else:
+            timed = None
+            shared = given is None and part is None and memory.backend != "cuda" and not pull
+            if parse_budget(asked, plan.expert_bytes) is None and shared and not options.safe:
+                timed = _timed_budget(plan, layouts, reader, threads, pairs=K, model=model.identity)
+            if timed is not None and timed.wanted is timed.smaller:
+                counts, nbytes = timed.wanted
+                half = f"{plan.why}, of which half was measured to be faster"
+                plan = replace(plan, slots=counts, budget_bytes=nbytes, why=half)
+            store = StreamedStore(
+                reader,
+                plan.slots,
+                threads=threads,
+                events=events,
+                mix=mix,
+                activation=model.activation,
+                eviction=options.eviction,
+                prefetch=prefetch,
+                keep_all_ahead=options.keep_all_ahead,
+                timed_budget=timed,
+                handshake=pull or why,
+            )
+        opened.callback(store.close)
+        if head is not None:
+            _set_head_store(head, slots, threads)
+        opened.pop_all()
+        return store, plan
+
+
+def _without_head(plan: Plan, head: OpenedHead, num_experts: int) -> tuple[Plan, int]:
+    """Return a plan of the model's experts alone, and the slots of the head's."""
+    counts = dict(plan.slots)
+    count = counts.pop(head.layer)
+    slots = head.num_experts
+    if not plan.resident:
+        least = min(head.head.body.router.num_experts_per_tok, slots)
+        slots = max(count * slots // num_experts, least)
+    planned = head.block_bytes_for(num_experts)
+    return replace(
+        plan,
+        slots=counts,
+        trunk_bytes=plan.trunk_bytes - head.trunk_bytes,
+        expert_bytes=plan.expert_bytes - num_experts * planned,
+        budget_bytes=plan.budget_bytes - count * planned,
+        draft_bytes=head.trunk_bytes + slots * head.layout.nbytes,
+    ), slots
+
+
+def _set_head_store(head: OpenedHead, slots: int, threads: int) -> None:
+    """Give the head of multi-token prediction a store of its layer's experts."""
+    body, mix = head.head.body, head.head.body.kernels.expert_mix
+    if slots == head.num_experts:
+        head.reader.close()
+        layouts = {0: head.layout}
+        store = _resident(body, head.mapped, layouts, head.num_experts, mix, None, False)
+    else:
+        options = {"threads": threads, "mix": mix, "activation": body.activation}
+        store = StreamedStore(head.reader, slots, **options)
+    body.set_store(store)
 
 
 def _handshake(

@@ -36,7 +36,7 @@ from mlx_moeflux.experts.io.row_cache import row_memory_bytes
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models import parsed_config
 
-_DRAFTS = "of multi-token prediction stay on disk; drafts are not used yet"
+_DRAFTS = "of multi-token prediction, which drafts of 'mtp' load besides"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 GROUP, TABLE_GROUP = 64, 32
 
@@ -51,7 +51,7 @@ class Sizes:
     state_bytes: Key-value cache and recurrent state at `context` positions.
     hidden_size: Width of a token's hidden state.
     table_bytes, table_rows: Tables of n-grams, which stay on disk.
-    prediction_bytes: Multi-token prediction on disk, which is not loaded.
+    prediction_bytes: Multi-token prediction on disk, which is not loaded without drafts.
     """
 
     model_type: str

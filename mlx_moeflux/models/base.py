@@ -105,6 +105,8 @@ class StreamingModel(Module):
         self._parts_are_own = True
         # No dict: nn.Module would take it for children.
         self._loaded: Mapping[int, SparseMoeBlock] = MappingProxyType({})
+        # A closure, since nn.Module would take an attribute for a child module.
+        self._prediction: Callable[[], Any] = lambda: None
         self._tables: Mapping[int, RowTable] = MappingProxyType({})
         self.kv_bits: int | None = None
         self.kv_group_size = 64
@@ -345,6 +347,8 @@ class StreamingModel(Module):
             for spec in self._declared():
                 spec.quantized(bits, group_size)
         self.kv_bits, self.kv_group_size = bits, group_size
+        if self.prediction is not None:
+            self.prediction.body.quantize_cache(bits, group_size)
         self._state_spec = self._entry_specs = None
 
     def state_spec(self) -> StateSpec:
@@ -451,6 +455,18 @@ class StreamingModel(Module):
     def row_stats(self) -> RowStats | None:
         """Return the account of all tables on disk, or None if there are none."""
         return sum_of(table.stats() for table in self._tables.values())
+
+    @property
+    def prediction(self) -> Any:
+        """Head of multi-token prediction, a :class:`~mlx_moeflux.models.mtp.PredictionHead`, or
+        None."""
+        return self._prediction()
+
+    def set_prediction(self, head: Any) -> None:
+        """Set the head of multi-token prediction, whose experts have a store of their own; it is
+        released and closed with the model."""
+        self._prediction = lambda: head
+        head.body.quantize_cache(self.kv_bits, self.kv_group_size)
 
     def set_store(self, store: ExpertStore) -> None:
         """Set the store that computes the experts of every MoE block."""
@@ -638,11 +654,15 @@ class StreamingModel(Module):
         self.forget_steps()
         if self._store.rest is not None:
             self._store.rest.release()
+        if self.prediction is not None:
+            self.prediction.body.release()
 
     def close(self) -> None:
         """Free the expert bank, its files and threads. A closed model cannot run."""
         if self._store is not None:
             self._store.close()
+        if self.prediction is not None:
+            self.prediction.body.close()
         self.forget_steps()
         for table in self._tables.values():
             table.close()

@@ -99,6 +99,11 @@ class BaseConfig:
         layers = range(self.num_hidden_layers)
         return sum(self.state(layer, "BF16").nbytes(positions) for layer in layers)
 
+    def prediction(self) -> Self | None:
+        """Return the config of a model of one layer, which is that of a head of multi-token
+        prediction; None: the family's heads are not computed."""
+        return None
+
     @property
     def shared_intermediate_size(self) -> int:
         """Inner width of the shared experts together; 0 for none."""

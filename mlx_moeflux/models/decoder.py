@@ -36,6 +36,7 @@ from mlx_moeflux.models.layers import (
 )
 from mlx_moeflux.models.modules import Embedding, Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
+from mlx_moeflux.models.mtp import PredictionHead
 from mlx_moeflux.models.rows import as_rows
 
 # A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
@@ -103,6 +104,8 @@ class DecoderModel(StreamingModel):
     TEXT_MODEL: ClassVar[type[TextModel]] = TextModel
     ZERO_CENTRED: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of norms that mlx-lm's layout stores less one."""
+    HEAD: ClassVar[type[PredictionHead]] = PredictionHead
+    """Class of the head of multi-token prediction, for families whose config has one."""
     AROUND_ONE: ClassVar[tuple[str, ...]] = ("norm.weight",)
     """Ends of the names of vectors whose numbers are factors near one."""
 

@@ -102,6 +102,12 @@ class Config(BaseConfig):
         del keys["rope"]
         return keys
 
+    def prediction(self) -> Self:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.prediction`; the layer has experts."""
+        return replace(
+            self, num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0
+        )
+
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; layers of multi-token prediction are none of
         the model's."""

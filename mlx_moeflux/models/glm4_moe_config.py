@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import (
     check_groups,
@@ -72,6 +72,12 @@ class Config(AttentionConfig):
     def is_sparse(self, layer: int) -> bool:
         """Return True if `layer` has a MoE block, False if it has a dense MLP."""
         return layer >= self.first_k_dense_replace
+
+    def prediction(self) -> Self:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.prediction`; the layer has experts."""
+        return replace(
+            self, num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0
+        )
 
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; layers of multi-token prediction are none of

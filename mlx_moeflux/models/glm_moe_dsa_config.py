@@ -93,6 +93,10 @@ class Config(deepseek_v32_config.Config):
             "rope_parameters": scaling | {"rope_theta": rope["rope_theta"]},
         }
 
+    def prediction(self) -> Self:
+        """See :meth:`deepseek_v3_config.Config.prediction`; the layer has an indexer."""
+        return replace(super().prediction(), indexer_types=())
+
     def name_rules(self) -> NameRules:
         """See :meth:`deepseek_v3_config.Config.name_rules`; an indexer of a layer that takes
         another one's choice is dropped."""

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import RecurrentCache
-from mlx_moeflux.checkpoint.names import Transform
+from mlx_moeflux.checkpoint.names import MappedTensors, Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.rows import together
@@ -30,8 +30,18 @@ from mlx_moeflux.models.layers import (
 )
 from mlx_moeflux.models.modules import Linear, Module
 from mlx_moeflux.models.moe import SharedExpertMoeBlock, SparseMoeBlock
+from mlx_moeflux.models.mtp import PredictionHead
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 from mlx_moeflux.models.rows import RowsEntry
+
+NORMS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "model.norm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)
+FUSION_NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 
 
 class Convolution(Module):
@@ -164,12 +174,27 @@ class GatedDeltaNet(Module):
         }
 
 
+class Head(PredictionHead):
+    """Head whose norms are zero-centred in Hugging Face originals. Files for MLX, which have its
+    names of experts, have added the one."""
+
+    ZERO_CENTRED: ClassVar[tuple[str, ...]] = (*NORMS, *FUSION_NORMS)
+    """Ends of the names of these norms."""
+
+    def transforms(self, mapped: MappedTensors) -> dict[str, Transform]:
+        """See :meth:`PredictionHead.transforms`."""
+        experts = (refs[0].name for parts in mapped.experts.values() for refs in parts.values())
+        of_mlx = any(".switch_mlp." in name for name in experts)
+        return {} if of_mlx else plus_one(mapped.trunk, self.ZERO_CENTRED)
+
+
 class Model(DecoderModel):
     """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
 
     Config = Config
     MODEL_TYPE = "qwen3_5_moe"
     MLX_LM_PREFIX = "language_model."
+    HEAD = Head
     DELTA_NET: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
     def make_layer(self, layer: int) -> DecoderLayer:
@@ -213,15 +238,6 @@ class Model(DecoderModel):
     def keeps_float32(name: str) -> bool:
         """See :meth:`DecoderModel.keeps_float32`."""
         return name.endswith((".A_log", ".dt_bias"))
-
-
-NORMS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "model.norm.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-)
 
 
 def as_mlx_lm(trunk: dict[str, TensorRef], norms: tuple[str, ...]) -> dict[str, Transform]:

@@ -121,6 +121,11 @@ class Config(AttentionConfig):
             prefixes=prefixes, drops=(images,), experts=EXPERT_NAMES, prediction_module=True
         )
 
+    def prediction(self) -> Self:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.prediction`; the layer is of full
+        attention."""
+        return replace(self, num_hidden_layers=1, layer_types=(FULL,))
+
     def state(self, layer: int, dtype: str) -> EntrySpec:
         """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
         if not self.is_linear(layer):

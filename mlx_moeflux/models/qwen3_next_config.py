@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mlx_moeflux.models import qwen3_5_moe_config
 from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
@@ -30,6 +30,10 @@ class Config(qwen3_5_moe_config.Config):
     def is_sparse(self, layer: int) -> bool:
         """Return True if `layer` has a MoE block, False if it has a dense MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def prediction(self) -> Self:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.prediction`; the layer has experts."""
+        return replace(super().prediction(), mlp_only_layers=(), decoder_sparse_step=1)
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""

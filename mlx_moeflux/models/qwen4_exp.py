@@ -26,7 +26,7 @@ from mlx_moeflux.models import qwen3_5_moe
 from mlx_moeflux.models.decoder import TextModel
 from mlx_moeflux.models.indexed_attention import IndexedAttention
 from mlx_moeflux.models.layers import DecoderLayer, decoder_layer
-from mlx_moeflux.models.modules import RMSNorm
+from mlx_moeflux.models.modules import Linear, RMSNorm
 from mlx_moeflux.models.ngram_layer import NgramLayer
 from mlx_moeflux.models.ngrams import NgramHashes, check_tables
 from mlx_moeflux.models.qwen4_exp_config import Config
@@ -58,12 +58,61 @@ class StreamsModel(TextModel):
         self.hyper_connection_mixer = GatedResidual(config, kernels, injects=False)
 
 
+class StreamsHead(qwen3_5_moe.Head):
+    """Head that reads and returns all S streams; the embedding is added to each.
+
+        x = fc_embedding(norm_e(embedding)) + fc_hidden(stream s of norm_h(h))   for each s
+
+    The norm of h is one of all S C numbers, and a mixer stands before the output head.
+
+    Parameters: ``fc_embedding``, ``fc_hidden`` ``.weight [C, C]``, ``pre_fc_norm_embedding.weight
+    [C]``, ``pre_fc_norm_hidden.weight [S C]``, ``model.hyper_connection_mixer.*``,
+    ``model.layers.0.*``.
+
+    Source: SGLang `models/qwen4_exp_mtp.py` (pull request 36497).
+    """
+
+    ZERO_CENTRED = (*NORMS, *qwen3_5_moe.FUSION_NORMS)
+
+    def make_fusion(self, config: Config) -> None:
+        """See :meth:`PredictionHead.make_fusion`."""
+        C, S, eps = config.hidden_size, config.hc_count, config.rms_norm_eps
+        self.fc_embedding = Linear(C, C, bias=False)
+        self.fc_hidden = Linear(C, C, bias=False)
+        self.pre_fc_norm_embedding = RMSNorm(C, eps=eps)
+        self.pre_fc_norm_hidden = RMSNorm(S * C, eps=eps)
+
+    def entering(self, hidden: mx.array) -> mx.array:
+        """See :meth:`PredictionHead.entering`; ``[B, T, S C]``."""
+        return hidden
+
+    def fuse(self, embedding: mx.array, read: mx.array) -> mx.array:
+        """See :meth:`PredictionHead.fuse`; read ``[B, T, S C]``."""
+        normed = self.pre_fc_norm_embedding(embedding)
+        streams = self.pre_fc_norm_hidden(read).reshape(*read.shape[:-1], -1, normed.shape[-1])
+        added = self.project(self.fc_embedding, normed)
+        hidden = self.project(
+            self.fc_hidden, streams.reshape(*read.shape[:-2], -1, normed.shape[-1])
+        )
+        return (hidden.reshape(streams.shape) + added[..., None, :]).reshape(read.shape)
+
+    def leaving(self, h: mx.array) -> mx.array:
+        """See :meth:`PredictionHead.leaving`; ``[B, T, S C]``."""
+        return h
+
+    def logits(self, read: mx.array) -> mx.array:
+        """See :meth:`PredictionHead.logits`."""
+        mixed, _ = self.model.hyper_connection_mixer(read)
+        return super().logits(mixed)
+
+
 class Model(qwen3_5_moe.Model):
     """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
 
     Config = Config
     MODEL_TYPE = "qwen4_exp"
     DELTA_NET = GatedDeltaNet
+    HEAD = StreamsHead
     TEXT_MODEL = StreamsModel
     ZERO_CENTRED = NORMS
     CAN_LOOK_AHEAD = False

@@ -206,6 +206,11 @@ class Config(qwen3_5_moe_config.Config):
         )
         return replace(rules, drops=(*rules.drops, constants), tables=(table,))
 
+    def prediction(self) -> Self:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.prediction`; the layer has no
+        n-grams."""
+        return replace(super().prediction(), ple_layer_ids=())
+
     def state(self, layer: int, dtype: str) -> EntrySpec:
         """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
         if not self.is_linear(layer):

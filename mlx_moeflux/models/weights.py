@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from tqdm import tqdm
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
@@ -37,7 +37,9 @@ from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.layers import BlocksLinear, ScaledLinear
 from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
+from mlx_moeflux.models.mtp import PredictionHead
 from mlx_moeflux.models.packed_parameters import is_packed, pack
+from mlx_moeflux.models.protocol import named_parameters
 
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)
@@ -62,15 +64,31 @@ def match_trunk(
         # Some exporters also write the tied head.
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
     model.fit_names(trunk)
-    _quantise_modules(model, trunk, quantization, directory)
-    in_blocks = _keep_blocks(model, trunk)
-    parameters = dict(tree_flatten(model.parameters()))
+    transforms = model.transforms(trunk)
     check_layers(model, trunk, directory)
     try:
-        _check_names(trunk.keys(), parameters.keys(), directory)
+        _match(model, trunk, transforms, quantization, directory)
     except CheckpointError as error:
         raise naming_absent(error, mapped.absent) from error
-    transforms = model.transforms(trunk)
+    return trunk, transforms
+
+
+def _match(
+    module: nn.Module,
+    trunk: Mapping[str, TensorRef],
+    transforms: Mapping[str, Transform],
+    quantization: Quantization,
+    directory: Path,
+) -> None:
+    """Quantise the parts of `module` as in `trunk`, and compare names, dtypes and shapes.
+
+    Raises:
+        CheckpointError: See :func:`match_trunk`.
+    """
+    _quantise_modules(module, trunk, quantization, directory)
+    in_blocks = _keep_blocks(module, trunk)
+    parameters = dict(named_parameters(module))
+    _check_names(trunk.keys(), parameters.keys(), directory)
     for name, ref in trunk.items():
         allowed = (ref.dtype,) if name in in_blocks else _dtypes(parameters[name].dtype)
         if ref.dtype not in allowed:
@@ -81,7 +99,6 @@ def match_trunk(
         expected = tuple(parameters[name].shape)
         if name not in transforms and ref.shape != expected:
             raise _wrong_shape(ref, ref.shape, expected)
-    return trunk, transforms
 
 
 def fill_trunk(
@@ -98,7 +115,51 @@ def fill_trunk(
         CheckpointError: As in :func:`match_trunk`, or a tensor cannot be read.
     """
     trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
-    parameters = dict(tree_flatten(model.parameters()))
+    _fill(model, trunk, transforms, dtype, model.keeps_float32)
+
+
+def match_head(
+    head: PredictionHead, mapped: MappedTensors, *, directory: Path
+) -> tuple[dict[str, Transform], BlockLayout]:
+    """Do what :func:`match_trunk` does for a head of multi-token prediction, whose quantisation
+    follows from the shapes. Returns parameter name -> transform, and the layout of its experts'
+    blocks.
+
+    Raises:
+        CheckpointError: Names, shapes or experts do not fit.
+    """
+    try:
+        head.body.fit_names(mapped.trunk)
+        transforms = head.transforms(mapped)
+        layouts = check_experts(head.body, mapped, directory=directory)
+        _match(head, mapped.trunk, transforms, Quantization(), directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"the head of multi-token prediction: {error}") from error
+    return transforms, layouts[0]
+
+
+def fill_head(
+    head: PredictionHead, mapped: MappedTensors, *, directory: Path, dtype: mx.Dtype
+) -> BlockLayout:
+    """Load the trunk of a head, floats in `dtype`; evaluated. Returns its experts' layout.
+
+    Raises:
+        CheckpointError: As in :func:`match_head`, or a tensor cannot be read.
+    """
+    transforms, layout = match_head(head, mapped, directory=directory)
+    _fill(head, mapped.trunk, transforms, dtype, head.body.keeps_float32)
+    return layout
+
+
+def _fill(
+    module: nn.Module,
+    trunk: Mapping[str, TensorRef],
+    transforms: Mapping[str, Transform],
+    dtype: mx.Dtype,
+    keeps_float32: Callable[[str], bool],
+) -> None:
+    """Load `trunk`, which :func:`_match` has compared, into `module`; evaluated."""
+    parameters = dict(named_parameters(module))
     loaded, written = load_all(trunk.values()), []
     for (name, ref), array in zip(trunk.items(), loaded, strict=True):
         expected = tuple(parameters[name].shape)
@@ -107,14 +168,14 @@ def fill_trunk(
         if array.shape != expected:
             raise _wrong_shape(ref, array.shape, expected)
         if ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
-            array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
+            array = array.astype(mx.float32 if keeps_float32(name) else dtype)
         if _is_never_zeros(name, array):
             written.append((ref, array.any()))
         mx.eval(array)
-        module, _, leaf = name.rpartition(".")
-        _module_at(model, module)[leaf] = array
+        owner, _, leaf = name.rpartition(".")
+        _module_at(module, owner)[leaf] = array
     _check_written(written)
-    model.eval()
+    module.eval()
 
 
 def _dtypes(parameter: mx.Dtype) -> tuple[str, ...]:
@@ -231,8 +292,8 @@ def _check_names(found: Set[str], expected: Set[str], directory: Path) -> None:
 
 
 def _quantise_modules(
-    model: DecoderModel,
-    trunk: dict[str, TensorRef],
+    model: nn.Module,
+    trunk: Mapping[str, TensorRef],
     quantization: Quantization,
     directory: Path,
 ) -> None:
@@ -266,7 +327,7 @@ def _quantise_modules(
             model.update_modules(tree_unflatten([(path, ScaledLinear.of(modules[path]))]))
 
 
-def _keep_blocks(model: DecoderModel, trunk: Mapping[str, TensorRef]) -> set[str]:
+def _keep_blocks(model: nn.Module, trunk: Mapping[str, TensorRef]) -> set[str]:
     """Put a layer of blocks wherever a plain linear layer is stored in them; return the names of
     their matrices."""
     stored = {name: ref for name, ref in trunk.items() if ref.dtype in BLOCK_MODES}

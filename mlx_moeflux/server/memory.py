@@ -15,13 +15,14 @@ LEAST_POSITIONS = 8192
 class ServerMemory:
     """Bytes that a server may fill, and what they are planned for. ``str()`` is one line.
 
-    usable: What `auto` saw before the model was loaded. rows: Of tables on disk. activations: With
-    tokenizer and interpreter.
+    usable: What `auto` saw before the model was loaded. rows: Of tables on disk. drafts: Head of
+    multi-token prediction. activations: With tokenizer and interpreter.
     """
 
     usable: int
     trunk: int
     rows: int
+    drafts: int
     experts: int
     states: int
     prompt_cache: int
@@ -34,12 +35,14 @@ class ServerMemory:
         keeps in memory."""
         plan = model.plan
         used = plan.trunk_bytes + plan.row_bytes + plan.budget_bytes + plan.reserved_bytes
+        used += plan.draft_bytes
         rest = plan.usable_bytes - used - RESERVE_BYTES
         share = max(rest // 2, model.state_bytes(LEAST_POSITIONS))
         return cls(
             usable=plan.usable_bytes,
             trunk=plan.trunk_bytes,
             rows=plan.row_bytes,
+            drafts=plan.draft_bytes,
             experts=plan.budget_bytes,
             states=share if states is None else states,
             prompt_cache=plan.reserved_bytes,

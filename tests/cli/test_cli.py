@@ -42,7 +42,7 @@ OPTIONS = {
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
@@ -52,7 +52,7 @@ OPTIONS = {
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --eviction --prefetch --safe -v --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
@@ -66,7 +66,7 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
@@ -74,12 +74,12 @@ OPTIONS = {
         --prefill-step-size --prompt --prompt-cache-file --prompt-file --quantized-kv-start --stats
         --trust-remote-code
         --eviction --prefetch --safe -v --tuning --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
-        --placement --requantize --shard
+        --placement --requantize --shard --no-mtp
     """,
     "check": "--operation --dtype",
     "plan": """
@@ -93,7 +93,7 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
         --num-samples --prefetch --safe -v --seed --sequence-length --stats --trust-remote-code
         --tuning --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "evaluate": """
         --apply-chat-template --batch-size --chat-template-args
@@ -102,7 +102,7 @@ OPTIONS = {
         --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
         --prefetch --safe --seed --tasks --temp --top-k --top-p --trust-remote-code
         --tuning --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "policies": "",
     "completion": "",
@@ -118,7 +118,7 @@ OPTIONS = {
         --gpu-capture --layers --markdown --max-context --model --num-trials --pipeline --plot
         --prefill-step-size --profile --prompt-tokens
         --quantize-activations --seed --skew --synthetic --synthetic-dir --trust-remote-code
-        -b -g -n -p -qa --drafts
+        -b -g -n -p -qa --drafts --mtp-path
         --distributed --exact-prompts --expert-path --placement
     """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",

@@ -581,7 +581,7 @@ def test_a_source_has_to_begin_with_an_object_that_proposes():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("lokup", "drafts is 'lokup'; give off, auto, lookup, a number from 1 to 3"),
+        ("lokup", "drafts is 'lokup'; give off, auto, mtp, lookup, a number from 1 to 3"),
         (0, "drafts is 0; give off"),
         (4, "drafts is 4; give off"),
         (True, "drafts is True; give off"),

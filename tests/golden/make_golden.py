@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -209,9 +210,10 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
-    """Smallest gap between the least chosen and the best refused score, of groups and blocks too,
-    and how many choices would differ if a group that lost counted as 0, not minus infinity."""
+def router_margin(model: torch.nn.Module, run: Callable[[], object]) -> tuple[float, int]:
+    """Call `run`. Smallest gap between the least chosen and the best refused score in `model`, of
+    groups and blocks too, and how many choices would differ if a group that lost counted as 0, not
+    minus infinity."""
     gaps, different = [1.0], [0]
 
     def gap(scores, kept):
@@ -259,7 +261,7 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
     assert routers
     hooks = [router.register_forward_hook(look) for router in routers]
     torch.Tensor.topk = look_at_indexers
-    logits(model, tokens)
+    run()
     torch.Tensor.topk = topk
     for hook in hooks:
         hook.remove()
@@ -333,8 +335,8 @@ def make(name: str, seed: int) -> dict:
     with all_float64():
         truth = logits(model, tokens)
         padded_truth = logits(model, padded, padding)
-        margin, different = router_margin(model, tokens)
-        margin = min(margin, router_margin(model, padded)[0])
+        margin, different = router_margin(model, lambda: logits(model, tokens))
+        margin = min(margin, router_margin(model, lambda: logits(model, padded))[0])
         hybrid = case.family.startswith("qwen3_5")
         sensitivity = epsilon_sensitivity(model, tokens, truth) if hybrid else {}
         weakest = weakest_parameter(model, tokens, truth)

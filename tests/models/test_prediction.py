@@ -1,4 +1,5 @@
-"""Multi-token prediction is kept apart: not the model's, not in memory, counted on disk.
+"""Multi-token prediction is kept apart: not the model's, not in memory without drafts, counted on
+disk.
 
 Oracles: names and sizes in the files' headers, read without the package; the twin without it."""
 
@@ -110,17 +111,17 @@ def test_such_a_name_where_it_does_not_belong_is_an_error(tmp_path, twin, name):
     assert "\n" not in str(caught.value)
 
 
-def test_plan_and_convert_say_that_drafts_are_not_used(tmp_path, capsys):
+def test_plan_and_convert_say_what_becomes_of_it(tmp_path, capsys):
     twin = GOLDEN / "deepseek_v32_yarn40"
     size = format_bytes(open_sizes(twin).prediction_bytes)
     said = f"{size} of multi-token prediction"
     plan = str(plan_model("it", open_sizes(twin), memory="8GB"))
-    assert f"\ndrafts   {said} stay on disk; drafts are not used yet\n" in plan
+    assert f"\ndrafts   {said}, which drafts of 'mtp' load besides\n" in plan
     plain = str(plan_model("it", open_sizes(GOLDEN / "deepseek_v3_groups"), memory="8GB"))
     assert "drafts" not in plain
     out = tmp_path / "out"
-    assert main(["convert", "--model", str(twin), "--out", str(out)]) == 0
-    assert f"left out {said}; drafts are not used yet" in capsys.readouterr().err
+    assert main(["convert", "--model", str(twin), "--out", str(out), "--no-mtp"]) == 0
+    assert f"left out {said}" in capsys.readouterr().err
     assert open_sizes(out).prediction_bytes == 0
     assert main(["convert", "--model", str(out), "--out", str(tmp_path / "again")]) == 0
     assert "left out" not in capsys.readouterr().err

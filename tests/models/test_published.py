@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from mlx_moeflux.checkpoint.formats.foreign import in_our_form
-from mlx_moeflux.checkpoint.names import map_tensors
+from mlx_moeflux.checkpoint.names import map_head, map_tensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.models import config_class, model_class
+from mlx_moeflux.models.protocol import named_parameters
 from mlx_moeflux.models.shapes import SHAPES
 from mlx_moeflux.models.weights import match_trunk
 
@@ -166,6 +167,21 @@ def test_both_sides_come_out_empty(name):
     total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts
     assert total == EXPERT_BYTES[name]
     assert all(layout.hidden == model.config.hidden_size for layout in layouts.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "deepseek-v3.2", "glm-5.2-fp8", "qwen3.8-flash-next"]
+)
+def test_a_head_of_multi_token_prediction_comes_out_empty(name):
+    """Of those whose files list all its tensors but those of the other experts."""
+    data = json.loads((PUBLISHED / f"{name}.json").read_text())
+    model = model_class(data["config"]["model_type"])(config_of(name))
+    of_head = {k: v for k, v in data["tensors"].items() if re.match(r"mtp\.|model\.layers\.\d", k)}
+    refs = {ref.name: ref for ref in expand(of_head, [], 1) if ".experts." not in ref.name}
+    mapped = map_head(in_our_form(refs), model.config.name_rules())
+    head = model.HEAD(model)
+    parameters = {name: tuple(array.shape) for name, array in named_parameters(head)}
+    assert {name: ref.shape for name, ref in mapped.trunk.items()} == parameters
 
 
 # One of each family, of those with the fewest tensors; of GLM's two, one.

@@ -27,6 +27,7 @@ def planned(*, experts=4 * GB, usable=12 * GB):
     plan = SimpleNamespace(
         trunk_bytes=GB,
         row_bytes=0,
+        draft_bytes=0,
         budget_bytes=experts,
         reserved_bytes=usable // 20,
         usable_bytes=usable,
