@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-d", "--dequantize", action="store_true", help="make quantised weights floats")
     add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the floats")
     add("--verify", action="store_true", help="read back what was written and compare hashes")
+    add("--no-mtp", dest="mtp", action="store_false", help="leave out multi-token prediction")
     add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
     rules = "of --shard: id (default), memory:16GB,32GB or popularity:TRACE"
     add("--placement", default="id", help=rules)
@@ -60,12 +61,13 @@ def run(args: argparse.Namespace) -> int:
             shard=args.shard,
             placement=args.placement,
             progress=bar.update,
+            mtp=args.mtp,
         )
     print(f"wrote {out}", file=sys.stderr)
     sizes = open_sizes(args.model, revision=args.revision, gguf_file=args.gguf_file)
-    if unused := sizes.prediction_bytes:
-        what = f"{format_bytes(unused)} of multi-token prediction"
-        print(f"left out {what}; drafts are not used yet", file=sys.stderr)
+    if sizes.prediction_bytes and not open_sizes(out).prediction_bytes:
+        what = f"{format_bytes(sizes.prediction_bytes)} of multi-token prediction"
+        print(f"left out {what}", file=sys.stderr)
     if lossy := open_checkpoint(out).approximated:
         print(lossy, file=sys.stderr)
     return 0

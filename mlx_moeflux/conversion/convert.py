@@ -10,9 +10,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -61,9 +62,9 @@ def convert(
     placement: str | Placement = ById.name,
     progress: Progress | None = None,
     mlx_path: str | os.PathLike[str] | None = None,
+    mtp: bool = True,
 ) -> Path:
-    """Convert a checkpoint; returns the directory that was written. Tensors of multi-token
-    prediction and of images are left out.
+    """Convert a checkpoint; returns the directory that was written. Tensors of images are left out.
 
     Args:
         layout: ``packed`` (one blob of experts per layer, one read each) or ``safetensors``
@@ -81,6 +82,8 @@ def convert(
             of ``load(distributed=...)`` gives them (packed layout).
         progress: Called with (bytes done, bytes in all).
         mlx_path: The same as `out`, under mlx-lm's name.
+        mtp: Write the head of multi-token prediction, if there is one (packed layout, without
+            `shard`).
 
     Peak memory: one row chunk (64 MiB in float32, a few times) beside the interpreter.
 
@@ -117,6 +120,7 @@ def convert(
         dtype=dtype,
         strict=strict_config,
         held=None if shard is None else shard_of(shard, placement),
+        mtp=mtp,
     )
     identity = conversion.identity()
     with claim(out, identity, needed=conversion.total_bytes):
@@ -237,24 +241,33 @@ def _pieces(conversion: Conversion) -> Iterator[_Piece]:
             names = {"weight": base}
         tensors = {names[part]: tensor for part, tensor in outputs.items()}
         yield _Piece(recipe, names, tensors, dict.fromkeys(outputs, 0))
+    E = conversion.config.num_experts
+    for path, first in conversion.head_experts.items():
+        recipe_of = partial(conversion.head_recipe, path)
+        yield from _stack(path, first, recipe_of, conversion.head_count)
     if conversion.layout == "packed":
         return
-    E = conversion.config.num_experts
     for layer, recipes in conversion.experts.items():
         for projection, first in recipes.items():
             path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
-            base = conversion.output_name(path)
-            outputs = first.outputs()
-            names = {part: f"{base}.{part}" for part in outputs}
-            tensors = {
-                # Global scales are [E] in mlx-lm.
-                names[part]: Tensor(t.dtype, (E, *t.shape) if part != GLOBAL_SCALE else (E,))
-                for part, t in outputs.items()
-            }
-            for e in range(E):
-                recipe = conversion.expert_recipe(layer, projection, e)
-                offsets = {part: e * t.nbytes for part, t in outputs.items()}
-                yield _Piece(recipe, names, tensors, offsets)
+            recipe_of = partial(conversion.expert_recipe, layer, projection)
+            yield from _stack(conversion.output_name(path), first, recipe_of, E)
+
+
+def _stack(
+    base: str, first: Recipe, recipe_of: Callable[[int], Recipe], count: int
+) -> Iterator[_Piece]:
+    """A tensor ``[E, ...]`` per component of a projection called `base`, one piece per expert."""
+    outputs = first.outputs()
+    names = {part: f"{base}.{part}" for part in outputs}
+    tensors = {
+        # Global scales are [E] in mlx-lm.
+        names[part]: Tensor(t.dtype, (count, *t.shape) if part != GLOBAL_SCALE else (count,))
+        for part, t in outputs.items()
+    }
+    for e in range(count):
+        offsets = {part: e * t.nbytes for part, t in outputs.items()}
+        yield _Piece(recipe_of(e), names, tensors, offsets)
 
 
 MARKER_NAME = ".conversion.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,15 +22,19 @@ from mlx_moeflux.checkpoint.names import (
     PARTS,
     PROJECTIONS,
     MappedTensors,
+    Transform,
+    map_head,
+    stored_head_name,
 )
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import APPROXIMATED, Checkpoint
-from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.kernels.linear.quantised import scaled, settings
 from mlx_moeflux.models import model_class, read_config
-from mlx_moeflux.models.weights import FLOATS, check_experts, infer_spec, match_trunk
+from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.weights import FLOATS, check_experts, infer_spec, match_head, match_trunk
 
 # Elements of a row chunk: 16 Mi of float32 are 64 MiB.
 CHUNK_ELEMENTS = 16 << 20
@@ -170,7 +174,10 @@ class Conversion:
 
     trunk: Parameter's name -> recipe. experts: MoE layer id -> projection -> recipe of expert 0,
     which says what all of them become. held: MoE layer id -> the experts to write, None for all;
-    made by the argument of (layers, number of experts). total_bytes: Of all tensors of the output.
+    made by the argument of (layers, number of experts). head_experts: Path of a projection of a
+    head of multi-token prediction in the output -> recipe of expert 0; empty: no head is written.
+    head_count: Number of its experts.
+    total_bytes: Of all tensors of the output.
 
     Raises:
         ConfigError, UnsupportedError, CheckpointError: The checkpoint is not one we know.
@@ -187,6 +194,7 @@ class Conversion:
         dtype: str | None,
         strict: bool,
         held: Held | None = None,
+        mtp: bool = True,
     ):
         kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
         self.config = read_config(checkpoint, strict=strict)
@@ -203,7 +211,14 @@ class Conversion:
             for layer in self.mapped.experts
         }
         every_expert = [recipe for recipes in self.experts.values() for recipe in recipes.values()]
+        self._head: MappedTensors | None = None
+        self.head_experts: dict[str, Recipe] = {}
+        self.head_count = 0
+        # mlx-lm takes a checkpoint with a head for an original.
+        if mtp and layout == "packed" and held is None:
+            self._plan_head(whole)
         self.total_bytes = _nbytes(self.trunk.values())
+        self.total_bytes += _nbytes(self.head_experts.values()) * self.head_count
         self.held = None if held is None else held(sorted(self.experts), self.config.num_experts)
         count = self.config.num_experts
         if self.held is not None:
@@ -218,6 +233,7 @@ class Conversion:
         """Hash of the source's files and the options; a resumed run must have the same."""
         options = [self.layout, str(self.spec), self.dequantize, self.code]
         options += [] if self.held is None else [sorted(self.held.items())]
+        options += [] if self._head is None else ["mtp"]
         files = {ref.file for ref in self.checkpoint.tensors.values()}
         files |= {refs[0].file for parts in self.mapped.experts.values() for refs in parts.values()}
         stats = {str(file.resolve()): file.stat() for file in sorted(files)}
@@ -227,7 +243,16 @@ class Conversion:
 
     def expert_recipe(self, layer: int, projection: str, expert: int) -> Recipe:
         """Return the conversion of one projection of one expert."""
-        components = self.mapped.experts[layer]
+        return self._expert_recipe(self.mapped.experts[layer], projection, expert)
+
+    def head_recipe(self, path: str, expert: int) -> Recipe:
+        """Return the conversion of one expert of a projection of `head_experts`."""
+        assert self._head is not None, "no head is written"
+        return self._expert_recipe(self._head.experts[0], path.rpartition(".")[2], expert)
+
+    def _expert_recipe(
+        self, components: Mapping[str, ExpertRefs], projection: str, expert: int
+    ) -> Recipe:
         source = tuple(
             components[f"{projection}.{part}"][expert]
             for part in PARTS
@@ -274,6 +299,7 @@ class Conversion:
             for projection, recipe in recipes.items():
                 path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
                 specs[self.output_name(path)] = recipe.target
+        specs |= {path: recipe.target for path, recipe in self.head_experts.items()}
         kinds = [spec for spec in specs.values() if spec is not None]
         if kinds:
             default = max(set(kinds), key=kinds.count)
@@ -287,10 +313,42 @@ class Conversion:
         trunk = dict(self.mapped.trunk)
         if self.config.tie_word_embeddings:
             trunk = {n: r for n, r in trunk.items() if not n.startswith("lm_head.")}
-        transforms = self.kind.conversions(trunk)
         model = self.kind(self.config)
         model.fit_names(trunk)
-        modules = dict(model.named_modules())
+        return self._recipes(trunk, model, self.kind.conversions(trunk))
+
+    def _plan_head(self, model: DecoderModel) -> None:
+        """Add the recipes of a head of multi-token prediction, if there is one.
+
+        Raises:
+            CheckpointError: It does not fit the config.
+        """
+        rules = self.config.name_rules()
+        mapped = map_head(self.mapped.prediction, rules)
+        if not mapped.trunk or self.config.prediction() is None:
+            return
+        count = mapped.count_of(0)
+        head = model.HEAD(model, num_experts=count)
+        try:
+            transforms, _ = match_head(head, mapped, directory=self.checkpoint.directory)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} To leave it out, give --no-mtp or mtp=False."
+            ) from error
+        head = model.HEAD(model, num_experts=count)  # whose modules are not quantised
+        head.body.fit_names(mapped.trunk)
+        for name, recipe in self._recipes(mapped.trunk, head, transforms).items():
+            self.trunk[stored_head_name(name, rules)] = recipe
+        self._head, self.head_count = mapped, count or 0
+        for projection in PROJECTIONS:
+            path = stored_head_name(f"model.layers.0.mlp.switch_mlp.{projection}", rules)
+            self.head_experts[path] = self.head_recipe(path, 0)
+
+    def _recipes(
+        self, trunk: Mapping[str, TensorRef], root: nn.Module, transforms: Mapping[str, Transform]
+    ) -> dict[str, Recipe]:
+        """Return the recipes of tensors that are parameters of `root`, by their names there."""
+        modules = dict(root.named_modules())
         recipes: dict[str, Recipe] = {}
         for name, ref in trunk.items():
             base, _, leaf = name.rpartition(".")
