@@ -216,8 +216,6 @@ class StreamingModel(Module):
 
     @property
     def _compiles(self) -> bool:
-        if self._hidden is not None:
-            return False
         return device.kind() != "cpu" if self.compile_steps is None else self.compile_steps
 
     def _drop_old_traces(self) -> None:
@@ -497,7 +495,7 @@ class StreamingModel(Module):
     @contextmanager
     def collect_hidden(self) -> Iterator[list[mx.array]]:
         """Collect the output of the last layer before the final norm, ``[B, T, C]``, of each call
-        inside the block; ``[R, 1, C]`` of R rows. Decode steps inside run without traces."""
+        inside the block; ``[R, 1, C]`` of R rows."""
         self._hidden = found = []
         try:
             yield found

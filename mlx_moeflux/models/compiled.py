@@ -247,15 +247,19 @@ def _has_stand_in(kind: type) -> bool:
     return kind in KINDS
 
 
+Outputs = tuple[mx.array, mx.array]
+
+
 class CompiledStep:
-    """One trace of ``forward(tokens [B, 1], entries) -> logits [B, 1, V]``, and one for each number
-    of rows of a sequence, see :mod:`~mlx_moeflux.models.rows`.
+    """One trace of ``forward(tokens [B, 1], entries) -> (logits [B, 1, V], h [B, 1, C])``, and one
+    for each number of rows of a sequence, see :mod:`~mlx_moeflux.models.rows`. h: The output of the
+    last layer.
 
     forward: Has no side effects except on `entries`. traces: How often it was called; the first
     step makes a trace, and each change of shapes.
     """
 
-    def __init__(self, forward: Callable[[mx.array, Sequence[Any]], mx.array]):
+    def __init__(self, forward: Callable[[mx.array, Sequence[Any]], Outputs]):
         self._forward = forward
         self._compiled: dict[tuple[int, tuple[type, ...]], Callable[..., Any]] = {}
         self.traces = 0
@@ -282,8 +286,8 @@ class CompiledStep:
         *,
         count: int = 1,
         repeated: Callable[[], object] = lambda: None,
-    ) -> mx.array:
-        """Return logits ``[B, 1, V]`` of tokens ``[B, 1]``; each entry grows by one column.
+    ) -> Outputs:
+        """Return logits and h of tokens ``[B, 1]``; each entry grows by one column.
 
         count: Rows of one sequence, if B is their number; each entry grows by so many columns.
         repeated: See :class:`~mlx_moeflux.kernels.verify.trials.compiled`.
@@ -293,16 +297,16 @@ class CompiledStep:
         if run is None:
             run = self._compiled[count, kinds] = trials.compiled(self._traced(kinds, count))
         states = [entry.begin_step(count) for entry in cache]
-        logits, states = run(tokens, *_counts(cache, count), states, repeated=repeated)
+        outputs, states = run(tokens, *_counts(cache, count), states, repeated=repeated)
         _end_steps(cache, states, count)
-        return logits
+        return outputs
 
     def _traced(self, kinds: tuple[type, ...], count: int) -> Callable[..., Any]:
         def run(tokens, counts, padding, states):
             self.traces += 1
             entries = _entries(kinds, states, ChosenPositions(), counts, padding)
-            logits = self._forward(tokens, _as_rows(entries, counts, padding))
-            return logits, [entry.ends for entry in entries]
+            outputs = self._forward(tokens, _as_rows(entries, counts, padding))
+            return outputs, [entry.ends for entry in entries]
 
         return run
 
@@ -345,9 +349,9 @@ class SegmentedStep:
         """Drop the traces, after parameters or kernels were replaced."""
         self._plans.clear()
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1) -> mx.array:
-        """Return logits; each entry grows by one column, or by none if the call raises. count: See
-        :meth:`CompiledStep.__call__`."""
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1) -> Outputs:
+        """Return logits and h; each entry grows by one column, or by none if the call raises.
+        count: See :meth:`CompiledStep.__call__`."""
         model = self._model()
         store = model.store.steps
         with store.exclusive(), transaction(cache):
@@ -381,7 +385,8 @@ class SegmentedStep:
                 # Not the bank itself: a trace would keep it alive.
                 slots, bank = store.slots_of(call), store.bank(layer).flat
                 carry = [weights, *carry]
-            return carry[0]
+            logits, h = carry
+            return logits, h
 
     def _plan(
         self, kinds: tuple[type, ...], partial: tuple[int, ...], looks_ahead: bool, count: int
@@ -431,7 +436,7 @@ class SegmentedStep:
                     break
                 h = layer(h, entry, chunk=1)
             else:
-                out = [model.logits(h)]
+                out = [model.logits(h), h]
             return out, [entry.ends for entry in stand_ins], shared.parts
 
         def traced(*inputs):

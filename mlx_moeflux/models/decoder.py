@@ -117,9 +117,9 @@ class DecoderModel(StreamingModel):
         self._kernels = kernels or Kernels()
         self._kernels.references_only(self.training)  # a new module is in training mode
         self._router = router or self.make_router(config, self._kernels)
-        self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
+        self._step, self._segments = CompiledStep(self._outputs), SegmentedStep(self)
         # Its traces hold kernels that wait, and serve steps alone that a host answers.
-        self._waiting = CompiledStep(self._forward)
+        self._waiting = CompiledStep(self._outputs)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = self.TEXT_MODEL(config, layers, self._kernels)
         if not config.tie_word_embeddings:
@@ -218,7 +218,7 @@ class DecoderModel(StreamingModel):
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.experts_stay_on_device:
             if tokens.shape[0] <= self._most_in_segments():
-                return self._segments(tokens, cache)
+                return self._step_in_segments(tokens, cache)
         elif one:
             return self._whole_step(tokens, cache)
         with transaction(cache):
@@ -322,7 +322,7 @@ class DecoderModel(StreamingModel):
             else:
                 self._drop_old_traces()
                 whole = self.experts_stay_on_device
-                step = self._whole_step if whole else self._segments
+                step = self._whole_step if whole else self._step_in_segments
                 logits = step(tokens.T, cache, count=R)
         return logits.swapaxes(0, 1)
 
@@ -381,14 +381,24 @@ class DecoderModel(StreamingModel):
     def _forward(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
     ) -> mx.array:
+        return self._noted(*self._outputs(tokens, cache, last_only=last_only))
+
+    def _noted(self, logits: mx.array, h: mx.array) -> mx.array:
+        """Return the logits of a call, whose last layer returned h, which may be collected."""
+        if self._hidden is not None:
+            self._hidden.append(h)
+        return logits
+
+    def _outputs(
+        self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
+    ) -> tuple[mx.array, mx.array]:
+        """Return logits ``[B, T or 1, V]`` and the output of the last layer ``[B, T, C]``."""
         # Chunks are evaluated one by one, which a compiled training step excludes.
         chunk = tokens.shape[1] if self.training else self.prefill_chunk
         ahead = partial(_begin, deque()) if last_only and tokens.shape[1] > 1 else None
         with device.gathered():
             (h,) = run(self._walk([tokens], [cache], chunk), ahead)
-            if self._hidden is not None:
-                self._hidden.append(h)
-            return self.logits(h[:, -1:] if last_only else h)
+            return self.logits(h[:, -1:] if last_only else h), h
 
     def _walk(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]], chunk: int
@@ -436,21 +446,27 @@ class DecoderModel(StreamingModel):
         with errors, transaction(cache), handshake.step():
             self._drop_old_traces()
             if self._compiles:
-                logits = self._waiting(tokens, cache, repeated=handshake.begin_again)
+                outputs = self._waiting(tokens, cache, repeated=handshake.begin_again)
             else:
-                logits = self._forward(tokens, cache)
+                outputs = self._outputs(tokens, cache)
             device.settle()
-            mx.eval(logits)
-            return logits
+            mx.eval(outputs)
+            return self._noted(*outputs)
         return None
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1) -> mx.array:
         """Run a step as one trace."""
         traces = self._step.traces
-        logits = self._step(tokens, cache, count=count)
+        outputs = self._step(tokens, cache, count=count)
         if self._step.traces == traces:
             self._store.direct.count(tokens.shape[0])  # a replayed trace does not call the store
-        return logits
+        return self._noted(*outputs)
+
+    def _step_in_segments(
+        self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1
+    ) -> mx.array:
+        """Run a step as one trace per segment."""
+        return self._noted(*self._segments(tokens, cache, count=count))
 
     def logits(self, h: mx.array) -> mx.array:
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.generation import head_drafts
+from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.drafting import MOST_DRAFTS
 from mlx_moeflux.generation.drafts import begun, observes, proposed
 from mlx_moeflux.generation.head_drafts import HeadDrafts
@@ -14,7 +15,7 @@ from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.loading import load_model
 from tests.kernels.harness import require_gpu
 from tests.models.heads import CASES, golden, head_file
-from tests.models.twins import GOLDEN, smallest_memory
+from tests.models.twins import GOLDEN, LIMIT, relative_error, smallest_memory
 
 QUICK = ("text_top3", "glm_moe_dsa_shared", "qwen4_exp_rows")
 PROMPT = 9
@@ -121,6 +122,49 @@ def generated(case, **options):
 )  # fmt: skip
 def test_text_and_states_are_those_without_drafts(case, memory):
     compare_with_drafts(case, smallest_memory(GOLDEN / case) if memory == "least" else memory)
+
+
+def test_a_sequence_alone_in_a_batch_has_them():
+    """Whose head reads from the first step after the prompt on; another one joins and leaves."""
+    case, found = "text_top3", []
+    prompt = golden(case)["tokens"][0].tolist()
+    for options in ({}, {"drafts": MOST_DRAFTS, "mtp_path": head_file(case)}):
+        replies = {0: [], 1: []}
+        with (
+            load_model(GOLDEN / case, **options) as model,
+            BatchGenerator(model, max_tokens=14) as generator,
+        ):
+            generator.insert([prompt])
+            while steps := generator.next():
+                for reply in steps:
+                    replies[reply.uid].append(reply.token)
+                if len(replies[0]) >= 4 and generator._uids == 1:
+                    generator.insert([prompt[:7]], [3])
+            assert (model.store.stats().drafts.proposed > 0) == bool(options)
+        found.append(replies)
+    assert found[0] == found[1]
+    assert list(map(len, found[0].values())) == [14, 3]
+
+
+@pytest.mark.parametrize("memory", ["auto", "least"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "text_top3")) for c in CASES]
+)
+def test_traced_steps_give_the_hidden_states_too(case, memory):
+    """A step of one token and three rows, from a trace and operation by operation."""
+    budget, collected = smallest_memory(GOLDEN / case) if memory == "least" else memory, []
+    tokens = golden(case)["tokens"]
+    for traced in (False, True):
+        with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
+            model.compile_steps, cache = traced, model.make_cache()
+            model(tokens[:, :9], cache)
+            with model.collect_hidden() as found:
+                mx.eval(model(tokens[:, 9:10], cache), model.read_rows(tokens[:, 10:13], cache))
+            rows = mx.concatenate([h.reshape(1, -1, h.shape[-1]) for h in found], axis=1)
+            collected.append(rows)
+            assert bool(model._step.traces + model._segments.traces) == traced
+    assert collected[0].shape[1] == 4
+    assert relative_error(collected[1], collected[0]) <= LIMIT
 
 
 @pytest.mark.gpu
