@@ -595,7 +595,7 @@ class BatchGenerator:
         if not drafts:
             return []
         rows: Any = mx.concatenate([newest.tokens.astype(mx.uint32), mx.array(drafts, mx.uint32)])
-        ids, before, given = rows.tolist(), drafter.misses(), []
+        ids, before, given, following = rows.tolist(), drafter.misses(), [], -1
         with self._batch.transaction():
             with drafter.observing() as hidden:
                 logits = self._batch.read_rows(rows)
@@ -606,8 +606,9 @@ class BatchGenerator:
                 given.append((value, newest.logprobs[0]))
                 pending = [rows[i : i + 1] for i in range(r + 1)]
                 newest = sampled(self.model, logits[:, r], [sequence], pending=pending)
-                (following,) = drawn_ids = newest.tokens.tolist()
-                check_drawn(drawn_ids, newest.logprobs.shape[-1])
+                drawn: Any = newest.tokens.item()
+                check_drawn([drawn], newest.logprobs.shape[-1])
+                following = int(drawn)
                 if value in self._stops or following != (*ids, None)[r + 1]:
                     break
             self._batch.keep_rows(len(given))

@@ -296,7 +296,7 @@ class _Loop:
         """
         drafter = self.drafter
         assert drafter is not None, "it proposed the drafts"
-        rows: Any = mx.concatenate([newest.token.astype(mx.uint32), mx.array(drafts, mx.uint32)])
+        rows: Any = mx.concatenate([newest.token.astype(mx.uint32), mx.array([*drafts], mx.uint32)])
         misses, given = drafter.misses(), 0
         with self.model.lock, transaction(self.cache):
             with drafter.observing() as hidden:

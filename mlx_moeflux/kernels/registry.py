@@ -173,17 +173,17 @@ class Dispatcher:
     def _in_rows(self, count: int, args: tuple, kwargs: dict) -> Any:
         """Compute a call of `count` rows, see :mod:`~mlx_moeflux.kernels.rows`."""
         if self._fixed is not None:
-            best = self.choice, self._by_name()
+            self.called, best, found = True, None, self._by_name()
         else:
             best = self._best(args) or (REFERENCE, self.reference)
-        if best[1].joins_rows(*args, **kwargs):
+            found = best[1]
+        if found.joins_rows(*args, **kwargs):
             try:
-                if self._fixed is None and self._checks_first_use and self._needs_trials():
-                    result, right = trials.launched(self.record, *best, args, kwargs)
-                    if right:
-                        return result
-                else:
-                    return best[1].function(*args, **kwargs)
+                if best is None or not self._checks_first_use or not self._needs_trials():
+                    return found.function(*args, **kwargs)
+                result, right = trials.launched(self.record, *best, args, kwargs)
+                if right:
+                    return result
             except (ShapeError, UnsupportedError):
                 pass  # so it would refuse a row
         return self._one_by_one(self, count, args, kwargs)

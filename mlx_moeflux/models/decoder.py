@@ -316,7 +316,7 @@ class DecoderModel(StreamingModel):
         self.feed([tokens], [cache])
         with together(R):
             if not self._compiles:
-                first = cache[0].offset
+                first: Any = cache[0].offset  # an int: there is one sequence
                 positions = mx.arange(first, first + R, dtype=mx.int32)
                 logits = self._forward(tokens.T, as_rows(cache, positions))
             else:
