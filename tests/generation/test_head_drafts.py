@@ -168,6 +168,7 @@ def test_traced_steps_give_the_hidden_states_too(case, memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("buffers_are_free")
 @pytest.mark.parametrize("memory", ["auto", "least"])
 @pytest.mark.parametrize("case", CASES)
 def test_text_on_a_gpu_is_that_without_drafts(case, memory):

@@ -70,6 +70,7 @@ def test_logits_are_those_of_transformers(case, memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("buffers_are_free")
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("memory", ["resident", "streamed"])
 @pytest.mark.parametrize("case", CASES)

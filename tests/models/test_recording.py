@@ -274,6 +274,7 @@ def test_threads_take_turns(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("buffers_are_free")
 @pytest.mark.parametrize("kind", ["resident", "streamed", "complete", "mixed"])
 @pytest.mark.parametrize("B", [1, 2])
 def test_on_a_gpu(kind, B):

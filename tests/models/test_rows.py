@@ -145,6 +145,7 @@ def test_rows_through_kernels(two_layers, family, memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("buffers_are_free")
 @pytest.mark.parametrize("family", WITH_KERNELS)
 @pytest.mark.parametrize("memory", ["80%", "100%"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
