@@ -162,8 +162,9 @@ class LoadOptions:
     )
     prefetch: str | Prefetch | None = option(
         None,
-        "Policy of reading ahead: a name or an object; default none.",
-        Flag("policy of reading ahead, see 'policies'; default none"),
+        "Policy of reading ahead: a name or an object. Default: ``auto`` on Apple's GPUs without a "
+        "handshake, else ``none``.",
+        Flag("policy of reading ahead, see 'policies'; default: auto on Apple's GPUs"),
     )
     handshake: bool | None = option(
         None,

@@ -33,7 +33,7 @@ from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import check_replica, check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import make_eviction
 from mlx_moeflux.experts.policies.named import NONE
-from mlx_moeflux.experts.policies.prefetch import make_prefetch
+from mlx_moeflux.experts.policies.prefetch import AutoLookAhead, make_prefetch
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, check_threads
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.generation.drafting import OFF, check_drafts, draws_on_heads, make_drafting
@@ -293,7 +293,11 @@ def _tuned(
                 options = dataclasses.replace(options, **{name: value})
     if options.expert_threads is not None:
         check_threads(options.expert_threads)
-    return dataclasses.replace(options, prefetch=make_prefetch(options.prefetch))
+    prefetch = options.prefetch
+    # A prefetcher would exclude the handshake, and a CPU computes while it could look ahead.
+    if prefetch is None and device.kind() == "metal" and not options.handshake:
+        prefetch = AutoLookAhead.name
+    return dataclasses.replace(options, prefetch=make_prefetch(prefetch))
 
 
 def _router(kind: Any, config: Any, kernels: Kernels, options: LoadOptions) -> Router:

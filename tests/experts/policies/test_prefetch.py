@@ -34,8 +34,9 @@ from mlx_moeflux.experts.telemetry.events import (
 )
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, TraceWriter
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model, steps, stores
 from mlx_moeflux.models.moe import RouterLookahead
+from tests.devices import seen_as
 from tests.experts.helpers import C, E, K, bank_is_right, prefetch_of, random_call, same_bits
 
 
@@ -314,6 +315,26 @@ def test_a_model_that_cannot_look_ahead_has_no_auto(monkeypatch):
     monkeypatch.setattr(kind, "CAN_LOOK_AHEAD", False)
     with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch="auto") as model:
         assert model.store.prefetch is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        ("metal", {}, "auto"),
+        ("metal", {"prefetch": "none"}, None),
+        ("metal", {"prefetch": "ahead"}, "ahead"),
+        ("metal", {"safe": True}, None),
+        ("metal", {"handshake": True}, None),
+        ("cuda", {}, None),
+        ("cpu", {}, None),
+    ],
+)
+def test_the_default(monkeypatch, kind, options, name):
+    monkeypatch.setattr(steps, "device", seen_as(kind))
+    monkeypatch.setattr(stores.handshake_trial, "refusal", lambda: "nobody has an Apple GPU here")
+    with load_model(BUNDLED_MODEL, expert_memory="40%", fuse=False, **options) as model:
+        found = model.store.prefetch
+        assert (found and found.name) == name
 
 
 def test_a_replay_of_recorded_events_where_time_decides(tmp_path, wrapped):
