@@ -599,7 +599,7 @@ class BatchGenerator:
         with self._batch.transaction():
             with drafter.observing() as hidden:
                 logits = self._batch.read_rows(rows)
-            self._batch.evaluate(logits)
+            mx.eval(logits)
             misses = drafter.misses() - before
             for r, value in enumerate(ids):
                 check_finite(newest.finite, len(sequence.prompt) + len(sequence.reply) + r)
