@@ -8,6 +8,7 @@ safetensors file, which MLX reads in the thread that calls it.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import threading
@@ -128,12 +129,25 @@ def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
             loaders.shutdown(cancel_futures=True)
 
 
+_making = threading.Lock()
+
+
+@functools.cache
+def _stream() -> mx.Stream:
+    """Return the stream of all loads, for who holds `_making`. A thread that evaluates on a stream
+    of its own leaves it to MLX for ever, with a thread that each change of the limit of freed
+    buffers waits for."""
+    return mx.new_thread_unsafe_stream(mx.cpu)
+
+
 def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
     if mx.default_device().type == mx.gpu and mx.cuda.is_available():
         return _load_cuda(tensors, readers)
     # On the CPU, also with Metal: these threads start no work on a GPU beside the caller's.
-    arrays = [mx.zeros(t.shape, mlx_dtype(t.dtype), stream=mx.cpu) for t in tensors]
-    mx.eval(arrays)
+    with _making:
+        stream = _stream()
+        arrays = [mx.zeros(t.shape, mlx_dtype(t.dtype), stream=stream) for t in tensors]
+        mx.eval(arrays)
     # MLX's stubs do not declare the buffer protocol, and an empty view cannot be cast.
     views = [
         memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]

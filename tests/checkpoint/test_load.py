@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import mlx.core as mx
@@ -196,6 +197,19 @@ def test_only_threads_of_this_module_run_python(file, monkeypatch, request, devi
     assert bool(called) == (device == "gpu" and mx.cuda.is_available())
     # A thread that Python did not start, such as one of MLX's, is called "Dummy-...".
     assert all(thread.name.startswith("moeflux-load") for thread in seen + called)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts in /proc")
+def test_loads_leave_no_threads_to_mlx(file):
+    def load_in_groups():
+        refs = [TensorRef(str(i), file, 100 * i, "U8", (100,)) for i in range(6)]
+        assert len(list(load_all(refs, group_bytes=100))) == 6
+        limit = mx.set_cache_limit(0)  # waits for every stream, of which each has a thread then
+        mx.set_cache_limit(limit)
+        return len(os.listdir("/proc/self/task"))
+
+    before = load_in_groups()
+    assert load_in_groups() == before
 
 
 def test_pieces_of_one_tensor_that_fail_end_before_the_file_is_closed(file, monkeypatch):
