@@ -6,12 +6,11 @@ import pytest
 
 from mlx_moeflux import PromptCache, batch_generate, generate, load
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.loading import BUNDLED_MODEL
 
 
 @pytest.fixture(scope="module")
-def talking():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def talking(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         yield model, tokenizer
 

@@ -19,6 +19,7 @@ from mlx_moeflux.generation.elastic import CALM_SECONDS, ROOM_BYTES, ElasticBank
 from mlx_moeflux.generation.idle import Idle
 from mlx_moeflux.generation.text import stream_generate
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.tokenizer import load_tokenizer
 
 PROMPT = "class Stack:\n    def push(self, item):\n"
 GB = 10**9
@@ -56,8 +57,8 @@ class World:
 
 
 @pytest.fixture
-def world():
-    model, _ = load(BUNDLED_MODEL, expert_memory="75%")
+def world(two_bundled_layers):
+    model, _ = load(two_bundled_layers, expert_memory="75%")
     with model:
         assert set(model.store.streaming.slots.values()) == {24}
         yield World(model)
@@ -70,10 +71,10 @@ def test_banks_shrink_to_the_experts_of_a_token_and_grow_back(world):
     grown = [world.after(CALM_SECONDS + 1, scarce=False, free=10 * GB) for _ in range(5)]
     assert grown == [6, 12, 18, 24, 24]
     assert (world.elastic.shrunk, world.elastic.grown) == (4, 4)
-    assert world.lines[0] == "the system lacks memory: experts shrink from 3.98 MB to 2.99 MB"
-    assert world.lines[-1] == "memory is free again: experts grow from 2.99 MB to 3.98 MB"
+    assert world.lines[0] == "the system lacks memory: experts shrink from 1.33 MB to 995 kB"
+    assert world.lines[-1] == "memory is free again: experts grow from 995 kB to 1.33 MB"
     assert len(world.lines) == 8
-    assert world.model.plan.budget_bytes == 3_981_312  # the plan stays
+    assert world.model.plan.budget_bytes == 1_327_104  # the plan stays
 
 
 def test_the_system_is_asked_at_most_twice_a_second(world):
@@ -87,7 +88,7 @@ def test_banks_stay_small_while_memory_would_be_scarce_again(world):
     assert world.after(CALM_SECONDS - 1, scarce=False, free=20 * GB) == 18
     assert world.after(0.5, free=8 * GB) == 18
     assert world.after(60) == 18
-    step = 6 * 6 * 27648
+    step = 2 * 6 * 27648
     assert world.after(60, free=8 * GB + ROOM_BYTES + step - 1) == 18
     assert world.after(60, free=8 * GB + ROOM_BYTES + step) == 24
 
@@ -122,7 +123,7 @@ def test_no_memory_for_a_smaller_bank_leaves_a_working_model(world, monkeypatch)
     allocate, refused = LayerBank._allocate, []
 
     def scarce(bank, slots):
-        if len(refused) < 1 and slots == 18 and bank is list(layers.values())[3].bank:
+        if len(refused) < 1 and slots == 18 and bank is list(layers.values())[1].bank:
             refused.append(slots)
             raise RuntimeError("[malloc] Unable to allocate 1000 bytes.")
         return allocate(bank, slots)
@@ -151,7 +152,7 @@ def test_only_banks_in_the_memory_of_the_system_are_elastic(memory, monkeypatch)
 
 
 def test_text_stays_while_banks_shrink_and_grow(world):
-    model, tokenizer = world.model, load(BUNDLED_MODEL)[1]
+    model, tokenizer = world.model, load_tokenizer(BUNDLED_MODEL)
     expected = generate(model, tokenizer, PROMPT, max_tokens=9)
     text, slots = "", []
     for i, step in enumerate(stream_generate(model, tokenizer, PROMPT, max_tokens=9)):
@@ -191,7 +192,7 @@ def test_a_wait_shrinks_and_then_releases(world):
 
 def test_a_token_after_a_release_reads_what_was_in_memory(world):
     """Its bound: the bytes of the banks, and what the prompt itself misses."""
-    model, tokenizer = world.model, load(BUNDLED_MODEL)[1]
+    model, tokenizer = world.model, load_tokenizer(BUNDLED_MODEL)
     expected = generate(model, tokenizer, PROMPT, max_tokens=1)
     streaming, stats = model.store.streaming, model.store.stats()
     held = sum(len(streaming.residents(layer)) for layer in streaming.slots)
@@ -204,7 +205,7 @@ def test_a_token_after_a_release_reads_what_was_in_memory(world):
 
 
 def test_banks_of_a_released_model_shrink_without_a_read(world):
-    generate(world.model, load(BUNDLED_MODEL)[1], PROMPT, max_tokens=2)
+    generate(world.model, load_tokenizer(BUNDLED_MODEL), PROMPT, max_tokens=2)
     world.model.release()
     reads, active = world.model.store.stats().total.reads, mx.get_active_memory()
     assert world.after(1, scarce=True) == 18

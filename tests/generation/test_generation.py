@@ -24,8 +24,8 @@ PROMPT = "import os\n\ndef main(argv):\n"
 
 
 @pytest.fixture(scope="module")
-def pair():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def pair(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         yield model, tokenizer
 
@@ -130,7 +130,7 @@ def test_progress_follows_the_layers_of_a_prompt(pair):
     )
     steps = {T * layer // L: layer + 1 for layer in range(L)} | {0: 0, T: L}
     assert seen == [(done, T, entered) for done, entered in sorted(steps.items())]
-    assert len(seen) > 3
+    assert len(seen) == 3
     assert all(entry.on_advance is None for entry in cache)
 
 
@@ -259,7 +259,7 @@ ERRORS = KeyboardInterrupt(), ExpertFileError("EIO at offset 5")
     ("calls", "error"),
     [
         pytest.param(calls, error, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, calls in enumerate((0, 2, 5, 6, 8, 15))
+        for i, calls in enumerate((0, 1, 2, 3, 5, 9))
         for j, error in enumerate(ERRORS)
     ],
 )
@@ -277,7 +277,7 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(pair, calls, error):
             yielded.extend(token for token, _ in steps)
     finally:
         model.set_store(store)
-    if calls < 6:  # in the prompt: six layers
+    if calls < 2:  # in the prompt: two layers
         assert not yielded
         after = states(cache)
         assert len(after) == len(before)
@@ -293,7 +293,7 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(pair, calls, error):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ExpertFileError("EIO at offset 5")])
-@pytest.mark.parametrize("calls", [0, 7, 13, 20])
+@pytest.mark.parametrize("calls", [0, 3, 5, 6])
 def test_a_prompt_in_steps_that_fails_leaves_the_cache_as_it_was(pair, calls, error):
     model, tokenizer = pair
     ids = tokenizer.encode(PROMPT)
@@ -313,7 +313,8 @@ def test_a_prompt_in_steps_that_fails_leaves_the_cache_as_it_was(pair, calls, er
             )
     finally:
         model.set_store(store)
-    assert seen == list(range(2 * (calls // 6) + 1))
+    # Steps of two tokens through two layers: each layer is one token more.
+    assert seen == list(range(calls + 1))
     assert {entry.offset for entry in cache} == {3}
     after = states(cache)
     assert len(after) == len(before)

@@ -23,8 +23,8 @@ PROMPT = "import os\n"
 
 
 @pytest.fixture(scope="module")
-def pair():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def pair(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         yield model, tokenizer
 
@@ -55,15 +55,15 @@ def test_prompts_that_cannot_be(pair, prompt, match):
 @pytest.mark.parametrize(
     "end", [2**40, *(pytest.param(n, marks=pytest.mark.slow) for n in (4096, 151_645, 2**31))]
 )
-def test_an_end_without_a_row_ends_nothing(tmp_path, capsys, pair, end):
+def test_an_end_without_a_row_ends_nothing(tmp_path, capsys, pair, two_bundled_layers, end):
     """A config may name an end token that the weights have no row for: it changes nothing."""
-    model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    model = shutil.copytree(two_bundled_layers, tmp_path / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
     assert pair[0].config.vocab_size == 4096
     drawn = ["--temp", "1", "--seed", "1", "--xtc-probability", "1"]
     for options in ([], drawn):
         texts = []
-        for path in (model, BUNDLED_MODEL):
+        for path in (model, two_bundled_layers):
             words = ["generate", "--model", str(path), "-p", PROMPT, "-m", "4", *options]
             assert main(words) == 0
             texts.append(capsys.readouterr().out)
@@ -120,13 +120,13 @@ def test_template_options_that_cannot_be(pair, options):
 
 
 SEEDED = """
+import sys
 import mlx.core as mx
 from mlx_moeflux import generate, load
-from mlx_moeflux.loading import BUNDLED_MODEL
 
 mx.random.seed(7)
-load(BUNDLED_MODEL, expert_memory="100%")
-model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+load(sys.argv[1], expert_memory="100%")
+model, tokenizer = load(sys.argv[1], expert_memory="25%")
 with model:
     options = {"temp": 1.0, "max_tokens": 6}
     print(generate(model, tokenizer, PROMPT, **options).encode())
@@ -136,11 +136,11 @@ with model:
 """
 
 
-def test_a_seed_gives_one_text_in_first_and_later_calls_of_every_process(pair):
+def test_a_seed_gives_one_text_in_first_and_later_calls_of_every_process(pair, two_bundled_layers):
     model, tokenizer = pair
     text = generate(model, tokenizer, PROMPT, temp=1.0, max_tokens=6, seed=7)
     code = f"PROMPT = {PROMPT!r}{SEEDED}"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, str(two_bundled_layers)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(text.encode())] * 3
     assert text != generate(model, tokenizer, PROMPT, temp=1.0, max_tokens=6, seed=8)

@@ -35,9 +35,9 @@ PROMPT = "def add(a, b):"
         pytest.param(True, "25%", marks=pytest.mark.slow),
     ],
 )
-def test_text_and_memory_after_a_release(fuse, memory):
+def test_text_and_memory_after_a_release(two_bundled_layers, fuse, memory):
     gc.collect()  # what other tests left is not freed in between
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory=memory, fuse=fuse)
+    model, tokenizer = load(two_bundled_layers, expert_memory=memory, fuse=fuse)
     with model:
         expected = generate(model, tokenizer, PROMPT, max_tokens=4)
         before = mx.get_active_memory()
@@ -61,8 +61,8 @@ def test_a_trace_does_not_keep_what_was_released():
         assert generate(model, tokenizer, PROMPT, max_tokens=4) == expected
 
 
-def test_a_release_within_a_reply():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_a_release_within_a_reply(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         expected = generate(model, tokenizer, PROMPT, max_tokens=4)
 
@@ -93,8 +93,8 @@ def released(monkeypatch):
     return times
 
 
-def test_only_a_long_wait_releases(released):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_only_a_long_wait_releases(two_bundled_layers, released):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         for seconds in None, 60:
             with released_when_idle(model, seconds):
@@ -130,7 +130,9 @@ def test_chat_releases_while_it_waits(released, monkeypatch, capsys):
     assert capsys.readouterr().out == text
 
 
-def test_chat_shrinks_at_the_prompt_and_tells_before_the_reply(monkeypatch, capsys):
+def test_chat_shrinks_at_the_prompt_and_tells_before_the_reply(
+    two_bundled_layers, monkeypatch, capsys
+):
     class Scarce:
         asked = 0
 
@@ -149,6 +151,7 @@ def test_chat_shrinks_at_the_prompt_and_tells_before_the_reply(monkeypatch, caps
         return lines.pop() if lines else "q"
 
     arguments = ["chat", "--max-tokens", "3", "--expert-memory", "50%"]
+    arguments += ["--model", str(two_bundled_layers)]
     monkeypatch.setattr(elastic, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(builtins, "input", typed)
     lines = ["import os"]

@@ -58,8 +58,8 @@ def wired(monkeypatch):
     return limits
 
 
-def test_freed_buffers_are_bounded_while_tokens_are_made(original):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_freed_buffers_are_bounded_while_tokens_are_made(two_bundled_layers, original):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         stream = stream_generate(model, tokenizer, "def f(x):", 5)
         assert cache_limit() == original
@@ -72,8 +72,8 @@ def test_freed_buffers_are_bounded_while_tokens_are_made(original):
 
 
 @pytest.mark.parametrize("how", ["closed", "failed"])
-def test_limits_are_put_back_however_it_ends(original, how):
-    model, _ = load(BUNDLED_MODEL, expert_memory="25%")
+def test_limits_are_put_back_however_it_ends(two_bundled_layers, original, how):
+    model, _ = load(two_bundled_layers, expert_memory="25%")
     with model:
         stream = generate_step(mx.array([1, 2, 3]), model, max_tokens=9)
         next(stream)
@@ -153,12 +153,12 @@ def test_who_wires_memory(option, single, batch):
 
 
 @pytest.mark.parametrize("option", [None, "auto", "off", "3MB"])
-def test_wired_memory_of_batches_a_server_and_generations(monkeypatch, option):
+def test_wired_memory_of_batches_a_server_and_generations(two_bundled_layers, monkeypatch, option):
     wired = []
     monkeypatch.setattr(memory, "_most_wired", lambda: RECOMMENDED)
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
     monkeypatch.setattr(LIMITS, "_wired", False)
-    model, _ = load(BUNDLED_MODEL, expert_memory="25%", wired_memory=option)
+    model, _ = load(two_bundled_layers, expert_memory="25%", wired_memory=option)
     with model:
         generator = BatchGenerator(model, stop_ids=[])
         generator.insert([[1, 2]], [2])
@@ -214,8 +214,8 @@ def test_needs_of_a_model(budget):
         assert needs.cache >= model.activation_bytes(100)
 
 
-def test_generation_asks_for_what_it_needs(monkeypatch):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_generation_asks_for_what_it_needs(two_bundled_layers, monkeypatch):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     seen = []
     original = Limits._apply
 
@@ -232,8 +232,8 @@ def test_generation_asks_for_what_it_needs(monkeypatch):
     assert seen == [[expected], []]
 
 
-def test_threads_leave_nothing_behind(original):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_threads_leave_nothing_behind(two_bundled_layers, original):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         call = functools.partial(generate, model, tokenizer, "def", max_tokens=5)
         threads = [threading.Thread(target=call) for _ in range(4)]

@@ -41,8 +41,8 @@ STREAMED = [pytest.param(name, marks=[pytest.mark.slow] * (name != "streamed")) 
 
 
 @pytest.fixture(params=LOADED)
-def loaded(request):
-    model, tokenizer = load(BUNDLED_MODEL, **LOADED[request.param])
+def loaded(request, two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, **LOADED[request.param])
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-3)
     with model:

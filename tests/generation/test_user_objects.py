@@ -23,8 +23,8 @@ PROMPT = "def main(argv):\n"
 
 
 @pytest.fixture(scope="module")
-def pair():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="100%")
+def pair(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, expert_memory="100%")
     with model:
         yield model, tokenizer
 
@@ -200,11 +200,11 @@ def test_what_is_no_state_is_one_line(pair):
         "the cache is a str; give": "x",
         "the cache is a int": 5,
         "the cache is a dict": {},
-        "the cache has 0 entries and this model 6 layers": [],
-        "the cache has 5 entries": short,
+        "the cache has 0 entries and this model 2 layers": [],
+        "the cache has 1 entries": short,
         "entry 0 of the cache is a KVCache, this model's a RecurrentCache": theirs,
         "entry 0 of the cache is a AttentionCache": swapped,
-        "entry 0 of the cache is a NoneType": [None] * 6,
+        "entry 0 of the cache is a NoneType": [None] * 2,
     }.items():
         for way in (by_generate, by_stream, by_steps):
             refused(CacheError, message, lambda: way(*pair, prompt_cache=cache))  # noqa: B023

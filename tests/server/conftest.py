@@ -19,7 +19,6 @@ pytest.importorskip("llguidance")
 
 from mlx_moeflux import load
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.app import make_app
 from mlx_moeflux.server.engine import EngineOptions
 from mlx_moeflux.server.guard import Limits
@@ -123,9 +122,9 @@ def served(model, tokenizer, *, limits=LIMITS, **options):
 
 
 @pytest.fixture(scope="session")
-def tiny():
-    """The bundled model, streamed, and its tokenizer with a chat template."""
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="50%")
+def tiny(two_bundled_layers):
+    """Two layers of the bundled model, streamed, and its tokenizer with a chat template."""
+    model, tokenizer = load(two_bundled_layers, expert_memory="50%")
     tokenizer.chat_template = TEMPLATE
     with model:
         yield model, tokenizer

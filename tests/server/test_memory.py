@@ -116,7 +116,8 @@ def test_an_idle_server_shrinks_within_two_seconds_and_grows_back(pressed, caplo
     assert said[-1].startswith("memory is free again: experts grow from ")
 
 
-def test_replies_stay_while_banks_change(pressed):
+def test_replies_stay_while_banks_change(pressed, monkeypatch):
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", 0.02)
     server, pressure = pressed
     body = {"messages": [{"role": "user", "content": "x " * 60}], "max_tokens": 12}
     path = "/v1/chat/completions"
@@ -125,7 +126,7 @@ def test_replies_stay_while_banks_change(pressed):
     engine.elastic._tell = lambda line: changed.append(engine.live)
 
     def toggle():
-        while not done.wait(0.6):
+        while not done.wait(0.03):
             pressure.now = not pressure.now
 
     thread = threading.Thread(target=toggle)

@@ -23,6 +23,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 LOOK = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+LOOK["additionalProperties"] = False
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": LOOK}} for name in ("look", "go")
 ]
