@@ -20,7 +20,7 @@ from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.text import generate
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import load_model
 from tests.models_at_hand import KINDS, TWIN, by_default, model_of, reply, same_bits, texts
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +114,8 @@ def test_the_state_that_comes_back_is_bit_for_bit_that_which_was_kept(model, dir
 
 
 @pytest.mark.slow
-def test_every_option_sees_the_whole_prompt(directory):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_every_option_sees_the_whole_prompt(two_bundled_layers, directory):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     prompt = "import os\n\ndef main(argv):\n    import os\n"
     options = {"max_tokens": 12, "repetition_penalty": 1.3, "return_response": True}
     with model, PromptCache(directory) as cache:
@@ -267,8 +267,8 @@ def test_what_prompts_share_is_held_once(model):
         assert cache.nbytes <= kv + 3 * 9 * model.bytes_per_position() + 4 * recurrent
 
 
-def test_experts_that_were_in_memory_come_back(tmp_path, directory):
-    model, _ = load(BUNDLED_MODEL, expert_memory="50%")
+def test_experts_that_were_in_memory_come_back(two_bundled_layers, tmp_path, directory):
+    model, _ = load(two_bundled_layers, expert_memory="50%")
     prompt = np.random.default_rng(3).integers(0, 4096, 60).tolist()
     with model, PromptCache(directory) as cache:
         reply(model, prompt, cache)
@@ -278,7 +278,7 @@ def test_experts_that_were_in_memory_come_back(tmp_path, directory):
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         kept = json.loads(header["__metadata__"]["experts"])
         assert {int(layer) for layer in kept} == set(model.store.layers)
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="50%")
+    model, tokenizer = load(two_bundled_layers, expert_memory="50%")
     with model, PromptCache(directory) as cache:
         assert not any(model.store.residents(layer) for layer in model.store.layers)
         generate(model, tokenizer, prompt, max_tokens=1, prompt_cache=cache)
@@ -323,9 +323,11 @@ def first_token(path, directory, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["bundled", "synthetic"])
-def test_the_first_token_comes_in_a_tenth_of_the_time(directory, which, tmp_path, monkeypatch):
+def test_the_first_token_comes_in_a_tenth_of_the_time(
+    two_bundled_layers, directory, which, tmp_path, monkeypatch
+):
     """The best of three and five, in turns: what else the machine does only adds to a time."""
-    path = BUNDLED_MODEL
+    path = two_bundled_layers
     if which == "synthetic":
         # Wide enough that computing takes more of the time than setting out.
         shape = replace(SHAPES["qwen3.5-tiny"], hidden_size=512, moe_intermediate_size=128)

@@ -11,7 +11,6 @@ import pytest
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.cli import main
-from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
 
 BEGINNING, REST = "import os\n\n", "def main(argv):\n"
@@ -24,10 +23,10 @@ def out_of(capsys, *arguments) -> tuple[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def talking(tmp_path_factory) -> Path:
+def talking(two_bundled_layers, tmp_path_factory) -> Path:
     """The bundled model with a chat template."""
     directory = tmp_path_factory.mktemp("talking") / "model"
-    shutil.copytree(BUNDLED_MODEL, directory)
+    shutil.copytree(two_bundled_layers, directory)
     (directory / "chat_template.jinja").write_text(
         "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}def{% endif %}"
@@ -35,21 +34,19 @@ def talking(tmp_path_factory) -> Path:
     return directory
 
 
-def test_a_cached_prompt_is_the_beginning_of_the_next(capsys, tmp_path):
+def test_a_cached_prompt_is_the_beginning_of_the_next(two_bundled_layers, capsys, tmp_path):
     file = str(tmp_path / "prompt.safetensors")
     text = BEGINNING.replace("\n", "\\n")
-    out, err = out_of(capsys, "cache_prompt", "--prompt", text, "--prompt-cache-file", file)
+    kept = "--model", str(two_bundled_layers), "--prompt-cache-file", file
+    out, err = out_of(capsys, "cache_prompt", "--prompt", text, *kept)
     assert out == ""
     assert re.fullmatch(r"wrote .*: \d+ tokens, \d+\.\d MB", err[-1])
-    model, tokenizer = load(BUNDLED_MODEL)
+    model, tokenizer = load(two_bundled_layers)
     ids = tokenizer.encode(BEGINNING) + tokenizer.encode(REST, add_special_tokens=False)
     with model:
         expected = generate(model, tokenizer, ids, max_tokens=9)
     for _ in range(2):  # the file is not changed
-        out, err = out_of(
-            capsys, "generate", "-p", REST.replace("\n", "\\n"), "-m", "9",
-            "--prompt-cache-file", file,
-        )  # fmt: skip
+        out, err = out_of(capsys, "generate", "-p", REST.replace("\n", "\\n"), "-m", "9", *kept)
         assert out == expected + "\n"
         rest = len(tokenizer.encode(REST, add_special_tokens=False))
         assert err[-1].startswith(f"prompt {rest} tokens")
@@ -72,11 +69,12 @@ def test_a_cached_message_goes_on_and_names_its_model(capsys, tmp_path, talking)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_directory_of_prompts_saves_the_second_reading(capsys, tmp_path):
+def test_a_directory_of_prompts_saves_the_second_reading(two_bundled_layers, capsys, tmp_path):
     directory = str(tmp_path / "prompts")
     arguments = ["generate", "-p", "import os\\n\\n", "-m", "9", "--stats", "-v"]
+    arguments += ["--model", str(two_bundled_layers)]
     expected, _ = out_of(capsys, *arguments)
-    prompt = len(load_tokenizer(BUNDLED_MODEL).encode("import os\n\n"))
+    prompt = len(load_tokenizer(two_bundled_layers).encode("import os\n\n"))
     for read in (prompt + 8, 8):
         out, err = out_of(capsys, *arguments, "--prompt-cache", directory)
         assert out == expected

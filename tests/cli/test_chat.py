@@ -27,10 +27,10 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def talking(tmp_path_factory) -> Path:
+def talking(two_bundled_layers, tmp_path_factory) -> Path:
     """The bundled model with a template that drops what was thought."""
     directory = tmp_path_factory.mktemp("talking") / "model"
-    shutil.copytree(BUNDLED_MODEL, directory)
+    shutil.copytree(two_bundled_layers, directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 

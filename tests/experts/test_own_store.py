@@ -10,7 +10,7 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import load_model
 
 PROMPT, STEPS, BATCH = 9, 3, 2
 
@@ -87,11 +87,11 @@ KINDS = {
         for kind in KINDS
     ],
 )
-def test_every_token_goes_through_experts(kind, memory, traced):
+def test_every_token_goes_through_experts(two_bundled_layers, kind, memory, traced):
     options = {"dtype": mx.float32, "kernels": "reference"}
     tokens = mx.array(np.random.default_rng(4).integers(0, 4096, (BATCH, PROMPT + STEPS)))
     budget = "40%" if memory == "all slots" else memory
-    with load_model(BUNDLED_MODEL, expert_memory=budget, **options) as model:
+    with load_model(two_bundled_layers, expert_memory=budget, **options) as model:
         expected = run(model, tokens, traced=False)
         store = model.store
         if kind is Bare:
@@ -123,7 +123,7 @@ def test_every_token_goes_through_experts(kind, memory, traced):
         assert len(told) == 2 * (1 + STEPS) * len(store.layers)
 
 
-def test_a_class_without_experts_of_its_own_keeps_the_ways_past_them():
+def test_a_class_without_experts_of_its_own_keeps_the_ways_past_them(two_bundled_layers):
     class Idle(StreamedStore):
         pass
 
@@ -141,7 +141,7 @@ def test_a_class_without_experts_of_its_own_keeps_the_ways_past_them():
         (StreamedStore, "40%", (Idle,)),
         (ResidentStore, "auto", (Still, Open)),
     ):
-        with load_model(BUNDLED_MODEL, expert_memory=memory) as model:
+        with load_model(two_bundled_layers, expert_memory=memory) as model:
             store = model.store
             assert type(store) is base
             for kind in (base, *kinds):

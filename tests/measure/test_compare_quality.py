@@ -13,7 +13,6 @@ from mlx_moeflux import load
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
-from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure.compare_quality import PROMPTS, compare, is_json
 
 
@@ -73,9 +72,9 @@ def test_the_fixed_prompts_are_what_they_say():
         assert "JSON only" in prompt["ask"]
 
 
-def test_the_more_is_left_out_the_more_is_lost():
+def test_the_more_is_left_out_the_more_is_lost(two_bundled_layers):
     def opener(**options):
-        return lambda: load(BUNDLED_MODEL, **options)
+        return lambda: load(two_bundled_layers, **options)
 
     texts = [json.loads(PROMPTS.read_text())["texts"][1]]
     results = [
@@ -93,10 +92,10 @@ def test_the_more_is_left_out_the_more_is_lost():
     assert "lossy: experts_per_token 2 of 4" in str(two)
 
 
-def test_streaming_is_not_lossy():
+def test_streaming_is_not_lossy(two_bundled_layers):
     texts = ["def f(x):\n    return x\n"]
     result = compare(
-        lambda: load(BUNDLED_MODEL), lambda: load(BUNDLED_MODEL, expert_memory="20%"),
+        lambda: load(two_bundled_layers), lambda: load(two_bundled_layers, expert_memory="20%"),
         texts=texts, prompts=[{"prefix": '{"a": ', "ask": ""}], max_tokens=3,
     )  # fmt: skip
     assert result.divergence == 0

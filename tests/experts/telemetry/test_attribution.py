@@ -11,7 +11,6 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution, CallCost
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, PrefetchEnd, ReadEnd
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
-from mlx_moeflux.loading import BUNDLED_MODEL
 
 
 def test_events_by_hand():
@@ -39,8 +38,8 @@ def test_events_by_hand():
 
 
 @pytest.mark.parametrize("prefetch", ["none", "ahead"])
-def test_calls_add_up_to_the_totals(prefetch):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%", prefetch=prefetch)
+def test_calls_add_up_to_the_totals(two_bundled_layers, prefetch):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%", prefetch=prefetch)
     with model:
         with model.attribute():
             generate(model, tokenizer, "import ", max_tokens=3)
@@ -57,25 +56,25 @@ def test_calls_add_up_to_the_totals(prefetch):
     assert sum(c.stall_seconds for c in calls) == pytest.approx(total.stall_seconds, rel=0.01)
     assert sum(len(c.ids) for c in calls if c.layer == 0) == total.tokens
     steps = {call.token: [c.layer for c in calls if c.token == call.token] for call in calls}
-    assert all(layers == list(range(6)) for layers in steps.values())
+    assert all(layers == list(range(2)) for layers in steps.values())
 
 
-def test_a_resident_model_tells_what_was_chosen():
-    model, tokenizer = load(BUNDLED_MODEL)
+def test_a_resident_model_tells_what_was_chosen(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers)
     with model, model.attribute():
         last = generate(model, tokenizer, "def f(", max_tokens=3, return_response=True)
-    assert len(last.experts.calls) % 6 == 0
+    assert len(last.experts.calls) % 2 == 0
     assert not any(call.missed for call in last.experts.calls)
 
 
-def test_a_store_without_events_is_refused():
+def test_a_store_without_events_is_refused(two_bundled_layers):
     class Silent(ExpertStore):
         experts = close = len
 
         def stats(self):
             return ExpertStats(())
 
-    model, _ = load(BUNDLED_MODEL)
+    model, _ = load(two_bundled_layers)
     store = model.store
     model.set_store(Silent())
     with pytest.raises(InputError, match="Silent has no events"), model.attribute():

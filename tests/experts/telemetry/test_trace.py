@@ -140,9 +140,9 @@ def test_files_that_cannot_be_opened(tmp_path):
         TraceWriter(tmp_path / "no" / "folder", INFO)
 
 
-def test_a_model_traces_itself_and_keeps_its_listener(tmp_path):
+def test_a_model_traces_itself_and_keeps_its_listener(two_bundled_layers, tmp_path):
     seen = []
-    with load_model(BUNDLED_MODEL, expert_memory="25%", events=seen.append) as model:
+    with load_model(two_bundled_layers, expert_memory="25%", events=seen.append) as model:
         with model.trace(tmp_path / "x"):
             mx.eval(model(mx.array([[1, 2, 3]])))
         traced = len(seen)
@@ -152,24 +152,24 @@ def test_a_model_traces_itself_and_keeps_its_listener(tmp_path):
     trace = Trace.open(tmp_path / "x")
     assert trace.info.model == identity
     assert trace.info.cold
-    assert trace.info.slots == dict.fromkeys(range(6), 8)
+    assert trace.info.slots == dict.fromkeys(range(2), 8)
     assert trace.info.eviction == "lfu"
     chosen = [e for e in seen[:traced] if isinstance(e, Chosen)]
     assert len(seen) > traced
-    assert len(trace) == len(chosen) == 6
+    assert len(trace) == len(chosen) == 2
     for call, event in zip(trace, chosen, strict=True):
         assert (call.ids == event.ids).all()
         assert np.abs(call.weights - event.weights).max() <= 2**-11
     assert trace.recorded().misses < stats.misses
 
 
-def test_a_resident_model_is_traced_too(tmp_path):
-    with load_model(BUNDLED_MODEL) as model, model.trace(tmp_path / "x"):
+def test_a_resident_model_is_traced_too(two_bundled_layers, tmp_path):
+    with load_model(two_bundled_layers) as model, model.trace(tmp_path / "x"):
         mx.eval(model(mx.array([[1, 2, 3]])))
     trace = Trace.open(tmp_path / "x")
     assert trace.info.slots is None
-    assert trace.info.block_bytes == dict.fromkeys(range(6), 27648)
-    assert len(trace) == 6
+    assert trace.info.block_bytes == dict.fromkeys(range(2), 27648)
+    assert len(trace) == 2
 
 
 def test_a_store_without_events_is_refused(tmp_path):

@@ -125,8 +125,8 @@ def test_pause_of_a_read_is_a_stall(monkeypatch):
     assert {s.thread.startswith("moeflux-read") for s in reads} == {True}
 
 
-def test_pause_of_the_caller_is_the_host():
-    model, _ = load(BUNDLED_MODEL, expert_memory="100%")
+def test_pause_of_the_caller_is_the_host(two_bundled_layers):
+    model, _ = load(two_bundled_layers, expert_memory="100%")
     with model, Profiler(model) as profiler:
         cache = model.make_cache()
         for _ in range(3):
@@ -136,8 +136,8 @@ def test_pause_of_the_caller_is_the_host():
     assert profiler.phases["decode"].stages["host"].seconds >= 0.2 * 2
 
 
-def test_the_kinds_of_calls():
-    model, _ = load(BUNDLED_MODEL, expert_memory="50%")
+def test_the_kinds_of_calls(two_bundled_layers):
+    model, _ = load(two_bundled_layers, expert_memory="50%")
     with model, Profiler(model) as profiler:
         for shape in ((1, 7), (1, 1), (3, 1), (3, 1), (3, 5)):
             mx.eval(model(mx.zeros(shape, mx.int32)))
@@ -150,8 +150,8 @@ def test_the_kinds_of_calls():
     }
 
 
-def test_stages_add_up_to_the_whole():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+def test_stages_add_up_to_the_whole(two_bundled_layers):
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     share = 0.0
     with model:
         for _ in range(8):  # other work on the machine may fall between the phases
@@ -170,8 +170,8 @@ def test_stages_add_up_to_the_whole():
 
 
 @pytest.mark.parametrize("memory", [pytest.param("100%", marks=pytest.mark.slow), "25%"])
-def test_nothing_changes_and_nothing_stays(memory):
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory=memory)
+def test_nothing_changes_and_nothing_stays(two_bundled_layers, memory):
+    model, tokenizer = load(two_bundled_layers, expert_memory=memory)
     with model:
         expected = generate(model, tokenizer, "class A", max_tokens=9)
         names = [name for name, _ in tree_flatten(model.parameters())]
@@ -193,12 +193,12 @@ def test_nothing_changes_and_nothing_stays(memory):
         assert len(profiler.slices) == slices
 
 
-def test_an_error_inside_leaves_the_model_as_it_was(monkeypatch):
+def test_an_error_inside_leaves_the_model_as_it_was(two_bundled_layers, monkeypatch):
     def fails(self, *arguments):
         raise ExpertFileError("no.")
 
     monkeypatch.setattr(native_pool, "library", lambda: None)
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+    model, tokenizer = load(two_bundled_layers, expert_memory="25%")
     with model:
         kinds = [type(layer) for layer in model.layers]
         profiler = Profiler(model)
@@ -213,8 +213,8 @@ def test_an_error_inside_leaves_the_model_as_it_was(monkeypatch):
         assert profiler.phases["decode"].calls == 2
 
 
-def test_entering_twice_is_refused():
-    model, _ = load(BUNDLED_MODEL)
+def test_entering_twice_is_refused(two_bundled_layers):
+    model, _ = load(two_bundled_layers)
     with model, Profiler(model) as profiler:
         with pytest.raises(InputError, match="entered already"):
             profiler.__enter__()
@@ -228,7 +228,7 @@ def test_reset_forgets():
     assert (profiler.phases, profiler.slices) == ({}, [])
 
 
-def test_compiled_functions_run_as_written_meanwhile():
+def test_compiled_functions_run_as_written_meanwhile(two_bundled_layers):
     calls = []
 
     @mx.compile
@@ -236,7 +236,7 @@ def test_compiled_functions_run_as_written_meanwhile():
         calls.append(1)
         return x + 1
 
-    model, _ = load(BUNDLED_MODEL)
+    model, _ = load(two_bundled_layers)
     x = mx.ones(3)
     with model, Profiler(model):
         mx.eval(function(x), function(x), function(x))
