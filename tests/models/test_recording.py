@@ -64,12 +64,12 @@ def told(kind: str, B: int, compiles: bool, **options):
     """Events and logits of a prompt, steps, a prompt in between and some steps more."""
     with opened(kind, **options) as model:
         events, before = [], model.store.stats().total.tokens
-        model.compile_steps, tokens, cache = compiles, tokens_of(40, B), model.make_cache()
+        model.compile_steps, tokens, cache = compiles, tokens_of(24, B), model.make_cache()
         model.store.events = events.append
         logits = [model(tokens[:, :10], cache)]
-        logits += steps(model, tokens, cache, 10, 28)
-        logits += [model(tokens[:, 28:34], cache)]
-        logits += steps(model, tokens, cache, 34, 40)
+        logits += steps(model, tokens, cache, 10, 16)
+        logits += [model(tokens[:, 16:20], cache)]
+        logits += steps(model, tokens, cache, 20, 24)
         model.store.events = None
         assert traces(model) == 0
         account = model.store.stats().total.tokens - before
@@ -95,11 +95,11 @@ def test_a_listener_is_told_of_every_layer_of_every_step(kind, B, options):
     (ours, logits, count), (theirs, expected, tokens) = (
         told(kind, B, compiles, **options) for compiles in (True, False)
     )
-    assert sum(len(event) == 4 and isinstance(event[0], int) for event in ours) == 6 * 26
+    assert sum(len(event) == 4 and isinstance(event[0], int) for event in ours) == 6 * 12
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == other
-    assert count == tokens == 40 * B
+    assert count == tokens == 24 * B
     assert mx.array_equal(logits, expected).item()
 
 
@@ -219,9 +219,9 @@ def test_files_are_the_same(kind, tmp_path):
         with opened(kind) as model, model.trace(tmp_path / name):
             model.compile_steps, cache = name == "compiles", model.make_cache()
             mx.eval(model(tokens_of(10, 2), cache))
-            steps(model, tokens_of(20, 2), cache, 10, 20)
+            steps(model, tokens_of(14, 2), cache, 10, 14)
     ours, theirs = (Trace.open(tmp_path / name) for name in ("compiles", "not"))
-    assert len(ours) == len(theirs) == 6 * 11
+    assert len(ours) == len(theirs) == 6 * 5
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.layer, mine.token) == (other.layer, other.token)
         assert np.array_equal(mine.ids, other.ids)
@@ -236,12 +236,12 @@ def test_attribution_of_a_resident_model():
     with model:
         with model.attribute():
             for text in ("def f(", "import "):
-                last = generate(model, tokenizer, text, max_tokens=9, return_response=True)
+                last = generate(model, tokenizer, text, max_tokens=3, return_response=True)
                 calls = last.experts.calls
-                assert [call.layer for call in calls] == 9 * [*range(6)]
+                assert [call.layer for call in calls] == 3 * [*range(6)]
                 assert all(call.ids.shape[1] == 4 for call in calls)
             assert traces(model) == 0
-        generate(model, tokenizer, "def f(", max_tokens=9)
+        generate(model, tokenizer, "def f(", max_tokens=3)
         assert traces(model) > 0
 
 
@@ -254,7 +254,7 @@ def test_threads_take_turns(kind):
         def work(seed: int) -> None:
             tokens, cache = tokens_of(20 + seed), model.make_cache()
             mx.eval(model(tokens[:, :10], cache))
-            steps(model, tokens, cache, 10, 20)
+            steps(model, tokens, cache, 10, 14)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
         for thread in threads:
@@ -270,7 +270,7 @@ def test_threads_take_turns(kind):
         if isinstance(event, Chosen):
             assert event.token == seen.get(event.layer, 0)
             seen[event.layer] = event.token + len(event.ids)
-    assert seen == dict.fromkeys(range(6), 60)
+    assert seen == dict.fromkeys(range(6), 42)
 
 
 @pytest.mark.gpu
@@ -283,9 +283,9 @@ def test_on_a_gpu(kind, B):
     ours, theirs = (told(kind, B, compiles, **options) for compiles in (True, False))
     assert ours[0] == theirs[0]
     with opened(kind, **options) as model:
-        model.compile_steps, tokens, cache = True, tokens_of(40, B), model.make_cache()
-        logits = [model(tokens[:, :10], cache), *steps(model, tokens, cache, 10, 28)]
-        logits += [model(tokens[:, 28:34], cache), *steps(model, tokens, cache, 34, 40)]
+        model.compile_steps, tokens, cache = True, tokens_of(24, B), model.make_cache()
+        logits = [model(tokens[:, :10], cache), *steps(model, tokens, cache, 10, 16)]
+        logits += [model(tokens[:, 16:20], cache), *steps(model, tokens, cache, 20, 24)]
         assert traces(model) > 0
         for other in (ours[1], theirs[1]):
             assert mx.array_equal(mx.concatenate(logits, axis=1), other).item()
