@@ -297,7 +297,7 @@ def test_interrupted_at_events(experts, open_store, kind):
     all_is_well(store, experts)
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(600, marks=pytest.mark.slow)])
 def test_interrupted_at_lines(experts, open_store, rounds):
     """KeyboardInterrupt at lines that two layers of a prompt execute, drawn at random."""
     countdown = 0

@@ -188,12 +188,12 @@ def rotary(name, dtype, B, H, T, S, D, P, Dv, length, *, start=None, growing=Fal
 # Every kernel alone; the joining launch comes with the calls over parts of the keys.
 CASES = {
     "attend_rows": [
+        rotary("columns that threads share", F16, 1, 3, 11, 64, 64, 48, 96, 63, growing=True),
         Attended(F16, 5, 30, 3, 9, 24, 32, 64, 23, gate=2).case("gate in second halves, 32/64"),
         Attended(F16, 2, 66, 3, 9, 140, 48, 32, [129, 140], start=[0, 135], growing=True).case(
             "heads fill the GPU, a tile of one key, queries without keys"
         ),
         rotary("columns of a thread", BF16, 2, 2, 9, 60, 64, 32, 64, 57, start=[0, 40]),
-        rotary("columns that threads share", F16, 1, 3, 11, 64, 64, 48, 96, 63, growing=True),
         rotary("few rows a tile", F16, 1, 2, 20, 50, 64, 16, 32, 49, MEMORY_ELSEWHERE=5 << 10),
         rotary("two tiles", BF16, 1, 2, 140, 200, 16, 16, 96, 199, start=[9], **IN_ONE_PART),
     ],

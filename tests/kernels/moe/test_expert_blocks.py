@@ -239,7 +239,9 @@ def case(sizes, tile: expert_tiles.Tile | None = None) -> Case:
 
 
 FEW_CASES = [case(sizes) for sizes in SIZES]
-MANY_CASES = [case(sizes, expert_tiles.SMALL) for sizes in MANY]
+# By default the first one alone.
+SMALLER = ("q4_k", "q4_k", "q6_k", 11, 3, 4, 256, 256, mx.bfloat16)
+MANY_CASES = [case(sizes, expert_tiles.SMALL) for sizes in (SMALLER, *MANY)]
 POWERS = "powers of two"
 COMMUTES, STEP, IDLE = "a product", "multiples of the step", "lanes without a unit add zero"
 EQUIVALENT = {

@@ -479,6 +479,7 @@ EQUIVALENT = {
 # Experts whose columns simdgroups share, the last share smaller or more than there are columns, or
 # with inner values that are dealt out.
 WIDE = [
+    mixed((1, 2, 3, 6176, 32, 4, 32, mx.float32, None), absent=0.3),
     mixed((2, 3, 4, 6176, 96, 4, 32, mx.float32, None), absent=0.3),
     mixed((1, 1, 2, 6144, 1536, 8, 32, mx.float32, None)),
     mixed((1, 2, 3, 6144, 1440, 8, 32, mx.float32, None)),
