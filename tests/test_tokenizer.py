@@ -116,8 +116,7 @@ def test_the_config_may_name_the_parser_of_tool_calls(directory):
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 4200), max_size=40))
-def test_pieces_are_the_whole(ids):
-    tokenizer = load_tokenizer(BUNDLED_MODEL)
+def test_pieces_are_the_whole(tokenizer, ids):
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.add(i) for i in ids]
     assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
@@ -125,8 +124,7 @@ def test_pieces_are_the_whole(ids):
 
 @settings(max_examples=100)
 @given(st.text(max_size=30))
-def test_every_text_streams_without_replacement_characters(text):
-    tokenizer = load_tokenizer(BUNDLED_MODEL)
+def test_every_text_streams_without_replacement_characters(tokenizer, text):
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode(text)
     assert "".join([*(detokenizer.add(i) for i in ids), detokenizer.finish()]) == text

@@ -356,12 +356,12 @@ def test_states_are_saved_joined_and_taken_apart(tmp_path, lengths):
 def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
     """Below the budget and beyond it, across a full tail; of sequences that begin between blocks,
     no step can be traced."""
-    tokens = mx.array(np.random.default_rng(4).integers(0, 83, (1, 150)))
+    tokens = mx.array(np.random.default_rng(4).integers(0, 83, (1, 78)))
     with load_model(ROWS, dtype=mx.float32, expert_memory=memory, expert_threads=1) as model:
         expected = model(tokens)
         model.compile_steps, state = True, model.make_cache()
         model(tokens[:, :5], state)
-        for i in range(5, 150):
+        for i in range(5, 78):
             logits = model(tokens[:, i : i + 1], state)
             assert relative_error(logits, expected[:, i : i + 1]) <= 4 * LIMIT, i
         if memory == "100%":
@@ -372,7 +372,7 @@ def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
         aligned, odd = ([e.__deepcopy__({}) for e in state] for _ in range(2))
         for padding, entries in (([4, 0], aligned), ([3, 0], odd)):
             short = model.make_cache()
-            model(tokens[:, : 150 - padding[0]], short)
+            model(tokens[:, : 78 - padding[0]], short)
             pairs = zip(short, entries, strict=True)
             together = [type(one).merge([one, other]) for one, other in pairs]
             assert model._step.fits(together) == (entries is aligned)
@@ -380,7 +380,7 @@ def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
             following = mx.array([[7], [8]])
             logits = model(following, together)
             assert (before != (model._step.traces, model._segments.traces)) == (entries is aligned)
-            for b, rows in enumerate((tokens[:, : 150 - padding[0]], tokens)):
+            for b, rows in enumerate((tokens[:, : 78 - padding[0]], tokens)):
                 alone = model(mx.concatenate([rows, following[b : b + 1]], axis=1))[0, -1]
                 assert relative_error(logits[b, 0], alone) <= 4 * LIMIT
 
