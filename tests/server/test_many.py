@@ -107,9 +107,9 @@ def test_cut_calls_and_huge_bodies_beside_streams_change_nothing(tiny, streams, 
                     job.processors = [*job.processors, Forced(len(job.prompt), ids)]
             submit(jobs)
 
-        def decoded():
+        def decoded(drafter):
             begun = time.monotonic()
-            found = advance()
+            found = advance(drafter)
             decoding[0] += time.monotonic() - begun
             return found
 
