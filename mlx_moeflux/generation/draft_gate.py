@@ -6,8 +6,8 @@ from collections import deque
 
 from mlx_moeflux.experts.policies.timed_switch import middle
 
-# Rounds of each size whose time is remembered, and the first ones that are not counted: they
-# compile kernels.
+# Rounds of each size whose time is remembered, and the first ones, at all and of a trial, that are
+# not counted: they build a graph for the buffers as they are now.
 KEPT, FIRST = 16, 1
 # The weight that all earlier answers of a position lose with each new one, and the answers that are
 # assumed before the first.
@@ -15,8 +15,8 @@ FADE, ASSUMED, ASSUMED_WEIGHT = 0.95, 0.5, 2.0
 # A gain of less than this share is none.
 MARGIN = 0.02
 # The share of all time that trials may cost, the tokens after which a size that is not chosen is
-# tried again, and the plain steps of such a trial.
-MOST_LOSS, REST, PLAIN_STEPS = 0.01, 128, 4
+# tried again, and the rounds of such a trial: with drafts, and without.
+MOST_LOSS, REST, ROUNDS, PLAIN_STEPS = 0.01, 128, FIRST + 1, 4
 
 
 class DraftGate:
@@ -55,8 +55,8 @@ class DraftGate:
         """Return the most drafts that the next round should read."""
         if self._cost[0] is None:
             return 0
-        if self._trial is None:
-            self._trial = self._due()
+        if self._trial is None and (trial := self._due()) is not None:
+            self._trial, self._left[trial[0]] = trial, FIRST
         return self._chosen if self._trial is None else self._trial[0]
 
     def pays(self, drafts: int) -> bool:
@@ -124,11 +124,11 @@ class DraftGate:
         if not others:
             return None
         if self._chosen == 0:
-            return min(others, key=self._per_token), 1
+            return min(others, key=self._per_token), ROUNDS
         size = min(others, key=self._seen_at.__getitem__)
         if self._tokens - self._seen_at[size] < REST:
             return None
-        return size, 1 if size else PLAIN_STEPS
+        return size, ROUNDS if size else PLAIN_STEPS
 
     def _known(self) -> list[int]:
         """Return the sizes that may be chosen: those up to the first whose cost is not known."""
