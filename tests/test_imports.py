@@ -62,11 +62,15 @@ FILES = sorted(f for f in PACKAGE.rglob("*.py") if f.name not in ("__init__.py",
                or f.parent != PACKAGE)  # fmt: skip
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_imports_point_one_way(file):
-    own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for other in imports(file) - {own}:
-        assert RANK[own] < RANK[other], f"{file.name} imports {other}"
+def test_imports_point_one_way():
+    wrong = []
+    for file in FILES:
+        place = file.relative_to(PACKAGE)
+        own = place.parts[0].removesuffix(".py")
+        upward = [other for other in imports(file) - {own} if RANK[own] >= RANK[other]]
+        wrong += [f"{place} imports {other}" for other in upward]
+    assert len(FILES) > 300
+    assert not wrong
 
 
 @pytest.mark.parametrize(

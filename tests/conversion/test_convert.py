@@ -56,10 +56,9 @@ def mapped(directory: Path):
 LAYOUTS = ("packed", "safetensors")
 # One of each family, one whose norms are stored otherwise, one without a head, one in a wrapper;
 # their layouts by turns.
-KEPT = ("deepseek_v3_groups", "glm4_moe_lite_flash", "glm4_moe_norms", "gpt_oss_sinks")
-KEPT += ("kimi_k25_wrapped", "minimax_m2_norms", "qwen3_moe_top2", "qwen3_next_top3")
-KEPT += ("gemma4_shared", "glm_moe_dsa_shared", "laguna_heads", "text_tied_top1", "text_top3")
-KEPT += ("text_top_all", "vision_top2")
+KEPT = ("deepseek_v3_groups", "glm4_moe_norms", "gpt_oss_sinks", "kimi_k25_wrapped")
+KEPT += ("minimax_m2_norms", "qwen3_moe_top2", "qwen3_next_top3", "gemma4_shared")
+KEPT += ("glm_moe_dsa_shared", "laguna_heads", "text_tied_top1", "text_top_all", "vision_top2")
 BY_TURNS = {case: LAYOUTS[i % 2] for i, case in enumerate(KEPT)} | {"bundled": "packed"}
 
 

@@ -260,7 +260,7 @@ def load_together(rounds: int, threads: int) -> None:
 def test_models_loaded_in_threads_wait_for_nothing_and_the_process_ends_well():
     """MLX keeps Python objects for each thread. If the last threads take them along after Python
     has ended, the process aborts."""
-    load_together(1, 8)
+    load_together(1, 4)
 
 
 @pytest.mark.slow

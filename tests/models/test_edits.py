@@ -220,8 +220,8 @@ EDITS = {
 }
 STREAMED = {"layer, wrapped", "block's class", "scales of a router", "in place"}
 RESIDENT = STREAMED | {
-    *("layer, wrapped by a function", "a method of an object", "last norm", "epsilon"),
-    *("biases of an expert's matrix", "update", "another projection", "attributes of the layers"),
+    *("layer, wrapped by a function", "a method of an object", "epsilon"),
+    *("biases of an expert's matrix", "update", "attributes of the layers"),
 }
 
 

@@ -81,7 +81,7 @@ def test_bodies_are_bounded(tiny):
 
 
 def test_heads_and_idle_connections_are_bounded(tiny):
-    limits = with_limits(header_seconds=0.3, idle_seconds=1, header_bytes=2000)
+    limits = with_limits(header_seconds=0.2, idle_seconds=0.4, header_bytes=2000)
     with served(*tiny, limits=limits) as server:
         for data in (b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
             assert raw(server, data) == b""

@@ -92,7 +92,11 @@ def pressed(tiny, monkeypatch):
         model.set_expert_memory("50%")
 
 
-def test_an_idle_server_shrinks_within_two_seconds_and_grows_back(pressed, caplog):
+@pytest.mark.parametrize("look", [0.05, pytest.param(elastic.LOOK_SECONDS, marks=pytest.mark.slow)])
+def test_an_idle_server_shrinks_within_two_seconds_and_grows_back(
+    pressed, monkeypatch, caplog, look
+):
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", look)
     server, pressure = pressed
     wait_until(lambda: server.service.ready)
     full = samples(server)["mlx_moeflux_expert_memory_bytes"]
