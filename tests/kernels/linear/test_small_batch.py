@@ -262,7 +262,7 @@ EQUIVALENT = {
         "inverse_roots: off by one < -> <= (3)": "one more round loads nothing",
         "inverse_roots: off by one < -> + 1 < (5)": EIGHTS,
         "inverse_roots: off by one < -> + 1 < (7)": EIGHTS,
-        "multiply_tile: off by one < -> <= (2)": "fills accumulators that are filled next",
+        "multiply_tile: off by one < -> <= (2)": PAST,
         "multiply_tile: off by one < -> <= (4)": "one more step is past the last",
         "norm_rows: off by one < -> + 1 <": EIGHTS,
         "norm_rows: off by one < -> <= (2)": PAST,
