@@ -196,7 +196,7 @@ class BaseCache:
         self.rows = Rows(self.columns, count, [self._row_state()])
 
     def rows_ahead(self) -> int:
-        """Return how many columns the next traced step may take at once."""
+        """Return the most columns that the next traced step may append."""
         return MOST_ROWS if self.takes_steps else 0
 
     def next_row(self) -> None:

@@ -1,8 +1,8 @@
 """Rows that a model reads on trial: states after each of them, until it is known which ones stay.
 
-``model.read_rows(tokens, cache)`` reads up to MOST_ROWS tokens at once; :func:`keep_rows` forgets
-those behind the first n. Nothing is computed again. Arrays with a row for each token drop columns,
-and entries of a fixed size go back to the arrays that they kept after row n.
+``model.read_rows(tokens, cache)`` reads up to MOST_ROWS tokens in one call; :func:`keep_rows`
+forgets those behind the first n. Nothing is computed again. Arrays with a row for each token drop
+columns, and entries of a fixed size go back to the arrays that they kept after row n.
 """
 
 from __future__ import annotations

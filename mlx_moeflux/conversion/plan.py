@@ -324,12 +324,14 @@ class Conversion:
             CheckpointError: It does not fit the config.
         """
         rules = self.config.name_rules()
-        mapped = map_head(self.mapped.prediction, rules)
-        if not mapped.trunk or self.config.prediction() is None:
+        if self.config.prediction() is None:
             return
-        count = mapped.count_of(0)
-        head = model.HEAD(model, num_experts=count)
         try:
+            mapped = map_head(self.mapped.prediction, rules)
+            if not mapped.trunk:
+                return
+            count = mapped.count_of(0)
+            head = model.HEAD(model, num_experts=count)
             transforms, _ = match_head(head, mapped, directory=self.checkpoint.directory)
         except CheckpointError as error:
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """Sources of drafts: guesses of the next tokens, which the model reads as rows of one step.
 
-A guess costs time at worst: the text is the one without drafts, whatever a source proposes. A
-source is any object with ``begin``; what it returns serves one sequence and keeps what it likes.
+A wrong guess costs time alone: the model gives the text that it gives without drafts. A source is
+any object with ``begin``; what it returns serves one sequence and keeps what it likes.
 Pure Python, no MLX, but for the hidden states that a source may ask for.
 """
 
@@ -31,7 +31,7 @@ class SequenceDrafts(Protocol):
 
 
 class Drafts(Protocol):
-    """Source of drafts for any number of sequences, which may take turns."""
+    """Source of drafts. It serves several sequences, whose proposals may alternate."""
 
     def begin(self, prompt: Sequence[int]) -> SequenceDrafts:
         """Return what proposes drafts for the sequence that begins with the ids `prompt`."""

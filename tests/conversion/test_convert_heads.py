@@ -68,3 +68,18 @@ def test_one_that_does_not_fit_can_be_left_out(tmp_path):
         convert(directory, tmp_path / "out")
     assert "\n" not in str(caught.value)
     convert(directory, tmp_path / "out", mtp=False)
+
+
+@pytest.mark.parametrize("rows", [(3, 3), (3, 4)])
+def test_experts_that_do_not_fit_name_the_way_out(tmp_path, rows):
+    """Their shapes are not the config's; they differ."""
+    tensors = head_tensors("deepseek_v3_groups")
+    (stack,) = [name for name in tensors if name.endswith(".experts.gate_up_proj")]
+    del tensors[stack]
+    for e, count in enumerate(rows):
+        single = stack.replace("gate_up_proj", f"{e}.gate_proj.weight")
+        tensors[single] = mx.zeros((count, 2))
+    source = with_tensors("deepseek_v3_groups", tmp_path / "model", tensors)
+    with pytest.raises(CheckpointError, match=r"give --no-mtp or mtp=False\."):
+        convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", mtp=False)
