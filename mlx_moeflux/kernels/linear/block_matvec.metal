@@ -79,7 +79,7 @@ struct in_words {
       uint group,
       uint simdgroup,
       uint lane) {
-    norm_matvec<ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, SPLIT, EXACT, FORM, RESIDUAL>(
+    norm_matvec<1, ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, SPLIT, EXACT, FORM, RESIDUAL>(
         x, norm_weight, epsilon, residual, w, scales, biases, y, memory, stride, token, group,
         simdgroup, lane);
   }

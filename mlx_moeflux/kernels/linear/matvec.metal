@@ -1,28 +1,46 @@
-// Rows of x, each by itself, through matrices: a threadgroup keeps its row on the chip.
+// TOKENS rows of x, each by itself, through matrices that are read once for all of them: a threadgroup
+// keeps its rows on the chip.
 #include "quantised.metal"
 
-// 1 / sqrt(mean of x^2 + epsilon) of every lane's part of the sum of squares. Everybody meets.
-template <int SIMDGROUPS, int IN>
-inline float inverse_norm(
-    float square, threadgroup float* squares, float epsilon, uint simdgroup, uint lane) {
-  square = simd_sum(square);
-  if (lane == 0) {
-    squares[simdgroup] = square;
+// inverse[t] = 1 / sqrt(mean of x^2 + epsilon) of every lane's part of token t's sum of squares.
+// Everybody meets.
+template <int TOKENS, int SIMDGROUPS, int IN>
+inline void inverse_norms(
+    thread float* inverse,
+    const thread float* square,
+    threadgroup float* squares,
+    float epsilon,
+    uint simdgroup,
+    uint lane) {
+  for (int t = 0; t < TOKENS; ++t) {
+    const float sum = simd_sum(square[t]);
+    if (lane == 0) {
+      squares[t * SIMDGROUPS + simdgroup] = sum;
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  float total = 0.0f;
-  for (int i = 0; i < SIMDGROUPS; ++i) {
-    total += squares[i];
+  for (int t = 0; t < TOKENS; ++t) {
+    float total = 0.0f;
+    for (int i = 0; i < SIMDGROUPS; ++i) {
+      total += squares[t * SIMDGROUPS + i];
+    }
+    inverse[t] = metal::precise::rsqrt(total / float(IN) + epsilon);
   }
-  return metal::precise::rsqrt(total / float(IN) + epsilon);
 }
 
-// Rows of w form(x), FORM as above, of the OUT rows of w from BASE on. Each simdgroup has ROWS rows
-// of its own and all of x, which is staged; lane 0 gets `count` totals, from the returned row on. Or
-// (SPLIT) ROWS rows are all simdgroups' work, so many of them at a time: each has its share of the
-// columns, and its values of x in registers; the first ROWS threads get one total each.
-template <int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V, int SPLIT,
-          bool EXACT, int FORM, typename T, typename U, typename W, typename S>
+// Totals that a lane of rows_of gets of a token.
+template <int ROWS, int SPLIT>
+inline constexpr int most_totals() {
+  return SPLIT ? 1 : ROWS;
+}
+
+// Rows of w form(x), FORM as above, of the OUT rows of w from BASE on; token t's totals lie behind
+// those of token t - 1, most_totals of each. Each simdgroup has ROWS rows of its own and all of x,
+// which is staged; lane 0 gets `count` totals of a token, from the returned row on. Or (SPLIT) ROWS
+// rows are all simdgroups' work, so many of them at a time: each has its share of the columns, and its
+// values of x in registers; the first ROWS threads get one total each.
+template <int TOKENS, int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
+          int SPLIT, bool EXACT, int FORM, typename T, typename U, typename W, typename S>
 inline uint rows_of(
     thread int& count,
     thread float* totals,
@@ -40,35 +58,41 @@ inline uint rows_of(
   const uint own = SPLIT ? group * M : (group * SIMDGROUPS + simdgroup) * ROWS;
   const uint row = SPLIT ? own : metal::min(own, uint(OUT - ROWS));  // the last repeat others' rows
   const uint index = simdgroup * 32 + lane;
-  const int OWN = SPLIT ? 1 : ROWS;
-  threadgroup float* values = squares + 32;
-  threadgroup float* sums = values + steps<IN, N>() * 32 * N;
+  const int OWN = most_totals<ROWS, SPLIT>(), STAGED = steps<IN, N>() * 32;
+  const int BESIDE = FORM == SWIGLU ? IN : 0;  // what is between two tokens' other rows
+  threadgroup float* values = squares + 32 * TOKENS;
+  threadgroup float* sums = values + TOKENS * STAGED * N;
   w += ulong(BASE + row) * (IN / per);
   scales += ulong(BASE + row) * (IN / GROUP);
   biases += ulong(BASE + row) * (IN / GROUP);
   slice<V, W, S> rows[2][OWN];
-  float square;
+  float square[TOKENS], inverse[TOKENS];
   if (SPLIT) {
-    columns<share<IN, N, SIMDGROUPS>(), N> part;
-    square = take_columns<SIMDGROUPS, IN, BITS, EXACT, FORM>(part, x, other, simdgroup, lane);
+    columns<share<IN, N, SIMDGROUPS>(), N, TOKENS> part;
+    for (int t = 0; t < TOKENS; ++t) {
+      square[t] = take_columns<SIMDGROUPS, IN, BITS, EXACT, FORM>(
+          part, x + t * IN, other + t * BESIDE, simdgroup, lane, t);
+    }
     part_of_rows<ROWS, M, APART, SIMDGROUPS, SIMDGROUPS, IN, BITS, GROUP, V, EXACT>(
         values + simdgroup, part, w, scales, biases, lane);
   } else {
     fetch_rows<OWN, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
-    square = stage<IN, BITS, EXACT, N, FORM>(values, sums, x, other, index, 32 * SIMDGROUPS);
+    stage<IN, BITS, EXACT, N, FORM, TOKENS, BESIDE>(
+        values, sums, square, x, other, index, 32 * SIMDGROUPS);
   }
-  float inverse = 1.0f;
   if (FORM == NORM) {
-    inverse = inverse_norm<SIMDGROUPS, IN>(square, squares, epsilon, simdgroup, lane);
+    inverse_norms<TOKENS, SIMDGROUPS, IN>(inverse, square, squares, epsilon, simdgroup, lane);
   } else {
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  for (int r = 0; r < OWN; ++r) {
-    totals[r] = 0.0f;
+  for (int i = 0; i < TOKENS * OWN; ++i) {
+    totals[i] = 0.0f;
   }
   if (SPLIT) {
     for (int i = 0; index < ROWS && i < SIMDGROUPS; ++i) {
-      totals[0] += values[index * SIMDGROUPS + i];
+      for (int t = 0; t < TOKENS; ++t) {
+        totals[t] += values[(t * ROWS + index) * SIMDGROUPS + i];
+      }
     }
   } else {
     #pragma unroll
@@ -78,21 +102,21 @@ inline uint rows_of(
         fetch_rows<OWN, IN, BITS, GROUP>(rows[(step + 1) % 2], w, scales, biases, at + 32 * N);
       }
       if (IN % (32 * N) == 0 || at < IN) {
-        float part[N];
-        take<N>(part, values, step, lane);
-        add_rows<OWN, BITS, EXACT>(totals, rows[step % 2], part, sums[step * 32 + lane]);
+        add_staged<OWN, BITS, EXACT, TOKENS, STAGED * N>(
+            totals, rows[step % 2], values, sums, step, lane);
       }
     }
   }
-  for (int r = 0; r < OWN; ++r) {
-    totals[r] = (SPLIT ? totals[r] : simd_sum(totals[r])) * inverse;
+  for (int i = 0; i < TOKENS * OWN; ++i) {
+    const float total = SPLIT ? totals[i] : simd_sum(totals[i]);
+    totals[i] = FORM == NORM ? total * inverse[i / OWN] : total;
   }
   count = SPLIT ? int(index < ROWS) : lane == 0 && own < uint(OUT) ? ROWS : 0;
   return SPLIT ? row + index / M * APART + index % M : row;
 }
 
-// y[row ...] = (residual +) w form(x); rows of y lie `stride` apart.
-template <int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
+// y[row ...] = (residual +) w form(x) of the tokens from `token` on; rows of y lie `stride` apart.
+template <int TOKENS, int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
           int SPLIT, bool EXACT, int FORM, bool RESIDUAL, typename T, typename U, typename W,
           typename S, typename Y>
 inline void norm_matvec(
@@ -110,16 +134,16 @@ inline void norm_matvec(
     uint group,
     uint simdgroup,
     uint lane) {
-  const int MOST = SPLIT ? 1 : ROWS;
+  const int MOST = most_totals<ROWS, SPLIT>();
   int count;
-  float totals[MOST];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, SPLIT, EXACT, FORM>(
+  float totals[TOKENS * MOST];
+  const uint row = rows_of<TOKENS, ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, SPLIT, EXACT, FORM>(
       count, totals, x + token * IN, norm_weight, epsilon, w, scales, biases, memory,
       group, simdgroup, lane);
-  for (int r = 0; r < MOST; ++r) {
-    if (r < count) {
-      const uint at = token * stride + row + r;
-      y[at] = Y(RESIDUAL ? float(residual[at]) + totals[r] : totals[r]);
+  for (int i = 0; i < TOKENS * MOST; ++i) {
+    if (i % MOST < count) {
+      const uint at = (token + i / MOST) * stride + row + i % MOST;
+      y[at] = Y(RESIDUAL ? float(residual[at]) + totals[i] : totals[i]);
     }
   }
 }
@@ -140,7 +164,8 @@ inline void norm_row(
   columns<SHARE, N> own;
   const float square = take_columns<SIMDGROUPS, IN, 0, true, NORM>(
       own, x + token * IN, norm_weight, simdgroup, lane);
-  const float inverse = inverse_norm<SIMDGROUPS, IN>(square, squares, epsilon, simdgroup, lane);
+  float inverse;
+  inverse_norms<1, SIMDGROUPS, IN>(&inverse, &square, squares, epsilon, simdgroup, lane);
   for (int i = 0; i < SHARE; ++i) {
     const uint at = own.first + i * 32 * N;
     for (int c = 0; c < N && at < IN; ++c) {
@@ -159,7 +184,7 @@ inline void clear_rest(device T* y, uint index) {
 
 // y = residual + experts + sigmoid(score) w (silu(gate) up); without SCORED the factor is 1, without
 // ROUTED there are no experts.
-template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, int SPLIT,
+template <int TOKENS, int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, int SPLIT,
           bool EXACT, bool ROUTED, bool SCORED, typename T, typename W, typename S>
 inline void add_shared(
     const device T* residual,
@@ -176,24 +201,24 @@ inline void add_shared(
     uint group,
     uint simdgroup,
     uint lane) {
-  const int MOST = SPLIT ? 1 : ROWS;
+  const int MOST = most_totals<ROWS, SPLIT>();
   int count;
-  float totals[MOST];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, SPLIT, EXACT, SWIGLU>(
+  float totals[TOKENS * MOST];
+  const uint row = rows_of<TOKENS, ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, SPLIT, EXACT, SWIGLU>(
       count, totals, gate + token * IN, up + token * IN, 0.0f, w, scales, biases,
       memory, group, simdgroup, lane);
-  const float factor = SCORED ? sigmoid(float(score[token])) : 1.0f;
-  for (int r = 0; r < MOST; ++r) {
-    if (r < count) {
-      const uint at = token * OUT + row + r;
+  for (int i = 0; i < TOKENS * MOST; ++i) {
+    if (i % MOST < count) {
+      const uint of = token + i / MOST, at = of * OUT + row + i % MOST;
+      const float factor = SCORED ? sigmoid(float(score[of])) : 1.0f;
       const float routed = ROUTED ? experts[at] : 0.0f;
-      y[at] = T(float(residual[at]) + routed + factor * totals[r]);
+      y[at] = T(float(residual[at]) + routed + factor * totals[i]);
     }
   }
 }
 
 // y = w (silu(gate) up) in float: what add_shared multiplies and adds.
-template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, int SPLIT,
+template <int TOKENS, int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, int SPLIT,
           bool EXACT, typename T, typename W, typename S>
 inline void shared_product(
     const device T* gate,
@@ -207,15 +232,15 @@ inline void shared_product(
     uint group,
     uint simdgroup,
     uint lane) {
-  const int MOST = SPLIT ? 1 : ROWS;
+  const int MOST = most_totals<ROWS, SPLIT>();
   int count;
-  float totals[MOST];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, SPLIT, EXACT, SWIGLU>(
+  float totals[TOKENS * MOST];
+  const uint row = rows_of<TOKENS, ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, SPLIT, EXACT, SWIGLU>(
       count, totals, gate + token * IN, up + token * IN, 0.0f, w, scales, biases,
       memory, group, simdgroup, lane);
-  for (int r = 0; r < MOST; ++r) {
-    if (r < count) {
-      y[token * OUT + row + r] = totals[r];
+  for (int i = 0; i < TOKENS * MOST; ++i) {
+    if (i % MOST < count) {
+      y[(token + i / MOST) * OUT + row + i % MOST] = totals[i];
     }
   }
 }

@@ -1,7 +1,8 @@
 """``project`` for a few rows, each on its own: one launch for all matrices of an input.
 
 The formula and shapes are those of :mod:`mlx_moeflux.kernels.linear.project`. A row's sums have one
-rounding, at the end. How rows of a matrix are laid out is shared with other kernels of one row.
+rounding, at the end, and its bits do not depend on the rows that share a matrix's read with it. How
+rows of a matrix are laid out is shared with other kernels of one row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mlx_moeflux.kernels.linear.quantised import (
     three_arrays_of,
 )
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits, most_threads
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits, most_bytes, most_threads
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
 # on the chip.
@@ -49,6 +50,9 @@ WIDE_COLUMNS, MIDDLE_COLUMNS = 1024, 512
 # A back end may allow fewer.
 TOGETHER, PROCESSORS, AT_ONCE, MIDDLE_AT_ONCE = 4, 132, 18, 24
 MOST_SIMDGROUPS, MOST_OF_TWO = 18, 14
+# Rows of x that share a read of a matrix, in threadgroup memory and in registers, in launches that
+# have so many threadgroups without more for each row (docs/notes/kernels.md).
+MOST_STAGED, MOST_KEPT, ENOUGH_GROUPS = 3, 2, PROCESSORS
 
 
 def tiling(
@@ -78,6 +82,19 @@ def tiling(
     own, words = math.gcd(ROWS, out), matrix.access(width, 16)
     tile |= {"ROWS": own, "SPLIT": 0, "V": words}
     return -(-out // (own * simdgroups)), tile, SQUARES + sum(staged_floats(matrix, words, width))
+
+
+def rows_together(rows: int, width: int, groups: int, simdgroups: int, floats: int) -> int:
+    """Return how many of `rows` rows of x read a matrix together, a divisor of them.
+
+    width: Of a row. groups: Threadgroups. simdgroups, floats: Of a threadgroup, and its memory for
+        one row.
+    """
+    most = MOST_STAGED if groups >= ENOUGH_GROUPS else 1
+    if shares_columns(width):
+        most = min(most, MOST_KEPT if width <= simdgroups * WIDE_COLUMNS else 1)
+    most = max(1, min(most, most_bytes() // (4 * floats)))
+    return max(together for together in range(1, most + 1) if rows % together == 0)
 
 
 def block_rows(out: int, width: int) -> int:
@@ -306,20 +323,24 @@ def _kernel(structure: tuple[int, ...], end: str, *, blocks: bool = False) -> Me
     """
     body = """
         threadgroup float memory[MEMORY];
-        uint group = threadgroup_position_in_grid.x, token = threadgroup_position_in_grid.y;
+        uint group = threadgroup_position_in_grid.x;
+        uint token = threadgroup_position_in_grid.y * TOKENS;
         uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
     """
     if end:
         # First: it must not be the last to end.
-        place = "normed, memory, IN" if end == "normed" else "y + AT, memory, STRIDE"
+        place, stride = ("normed", "IN") if end == "normed" else ("y + AT", "STRIDE")
         last = ""
         if end == "joined":
-            last = "clear_rest<END, STRIDE>(y + token * STRIDE, simdgroup * 32 + lane);"
+            last = "clear_rest<END, STRIDE>(y + (token + t) * STRIDE, simdgroup * 32 + lane);"
         body += f"""
             if (group == 0) {{
-                norm_row<SIMDGROUPS, IN>(
-                    x, norm, as_type<float>(EPSILON), {place}, token, simdgroup, lane);
-                {last}
+                for (int t = 0; t < TOKENS; ++t) {{
+                    norm_row<SIMDGROUPS, IN>(
+                        x, norm, as_type<float>(EPSILON), {place}, memory + 32 * t, {stride},
+                        token + t, simdgroup, lane);
+                    {last}
+                }}
                 return;
             }}
             --group;
@@ -354,9 +375,9 @@ def _call(
     """Result i, of matrix m; rows: by how many its matrix begins later."""
     steps = {"w": f"per_word<BITS{m}>()", "scales": f"GROUP{m}", "biases": f"GROUP{m}"}
     arrays = [f"{p}{m}" + (f" + {rows} * (IN / {n})" if rows else "") for p, n in steps.items()]
-    function = f"B{m}::multiply" if blocks else "norm_matvec"
+    function = f"B{m}::multiply<" if blocks else "norm_matvec<TOKENS, "
     return f"""
-        {function}<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, SPLIT{m},
+        {function}ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, SPLIT{m},
                     EXACT, FORM, RESIDUAL>(
             x, norm, as_type<float>(EPSILON), {added}, {", ".join(arrays)}, {y}, memory,
             {"STRIDE" if joined else f"OUT{i}"}, token, {group}, simdgroup, lane);
@@ -412,8 +433,11 @@ def _launch(call: Call, threads: int) -> dict[str, Any]:
         template |= {f"AT{i}": place for i, place in enumerate(places)}
         template |= {"AT": last, "END": width, "STRIDE": joined_stride(width)}
         shapes, dtypes = [(*leading, joined_stride(width))], []
-    template["MEMORY"] = most
+    rows = math.prod(leading)
+    in_blocks = any(matrix.block for matrix, *_ in call.parts)
+    together = 1 if in_blocks else rows_together(rows, C, groups, simdgroups, most)
+    template |= {"TOKENS": together, "MEMORY": together * most}
     dtypes += [dtype] * normed
     return launch_of(
-        template, (groups + normed, math.prod(leading)), 32 * simdgroups, shapes, *dtypes
+        template, (groups + normed, rows // together), 32 * simdgroups, shapes, *dtypes
     )

@@ -58,35 +58,54 @@ inline void fetch_rows(
   }
 }
 
-// acc[r] += this lane's part of row r times x; `sum` is the sum of its values of x.
-template <int ROWS, int BITS, bool EXACT, int V, typename W, typename S>
-inline void add_rows(
-    thread float* acc, const thread slice<V, W, S>* rows, const thread float* x, float sum) {
-  const int per = per_word<BITS>();
-  // Numbers around zero: the two terms of a group's sum would else cancel.
+// What a row's numbers are multiplied with until `scaled`: around zero, since the two terms of a
+// group's sum would else cancel, or tiny.
+template <int BITS, bool EXACT, typename W>
+inline float as_read(W word, int i) {
+#ifdef MOEFLUX_CUDA
+  if (reads_tiny<BITS, EXACT>()) {
+    return bare_number<BITS>(word, i);
+  }
+#endif
+  return number<BITS>(word, i, float(1 << BITS >> 1));
+}
+
+// The product of a row's numbers and x, of what as_read gives: `dot`; sum: of the values of x.
+template <int BITS, bool EXACT, int V, typename W, typename S>
+inline float scaled(const thread slice<V, W, S>& row, float dot, float sum) {
+  if (BITS == 0) {
+    return dot;
+  }
   float middle = float(1 << BITS >> 1), unit = 1.0f;
 #ifdef MOEFLUX_CUDA
-  const bool TINY = reads_tiny<BITS, EXACT>();
-  if (TINY) {
+  if (reads_tiny<BITS, EXACT>()) {
     middle = 0.0f;
     unit = 562949953421312.0f;
   }
 #endif
+  const float scale = float(row.scale), bias = metal::fma(middle, scale, float(row.bias));
+  return metal::fma(scale * unit, dot, bias * sum);
+}
+
+// acc[t * ROWS + r] += this lane's part of row r times that of token t, whose values of x lie behind
+// those of token t - 1; sums: of each token's.
+template <int ROWS, int BITS, bool EXACT, int TOKENS = 1, int V, typename W, typename S>
+inline void add_rows(
+    thread float* acc,
+    const thread slice<V, W, S>* rows,
+    const thread float* x,
+    const thread float* sums) {
+  const int per = per_word<BITS>();
   for (int r = 0; r < ROWS; ++r) {
-    float dot = 0.0f;
+    float dots[TOKENS] = {};
     for (int i = 0; i < V * per; ++i) {
-      W word = rows[r].words.at[i / per];
-      float q = number<BITS>(word, i % per, middle);
-#ifdef MOEFLUX_CUDA
-      q = TINY ? bare_number<BITS>(word, i % per) : q;
-#endif
-      dot = metal::fma(q, x[i], dot);
+      const float q = as_read<BITS, EXACT>(rows[r].words.at[i / per], i % per);
+      for (int t = 0; t < TOKENS; ++t) {
+        dots[t] = metal::fma(q, x[t * V * per + i], dots[t]);
+      }
     }
-    if (BITS == 0) {
-      acc[r] += dot;
-    } else {
-      float scale = float(rows[r].scale), bias = metal::fma(middle, scale, float(rows[r].bias));
-      acc[r] += metal::fma(scale * unit, dot, bias * sum);
+    for (int t = 0; t < TOKENS; ++t) {
+      acc[t * ROWS + r] += scaled<BITS, EXACT>(rows[r], dots[t], sums[t]);
     }
   }
 }
@@ -111,52 +130,86 @@ inline float formed(float x, float other, thread float& squares) {
   return FORM == PLAIN ? x : FORM == NORM ? x * other : silu(x) * other;
 }
 
-// x into threadgroup memory in the order in which lanes want it, four values at a time, and the sum
-// of every lane's N. Returns this thread's part of the sum of squares.
-template <int IN, int BITS, bool EXACT, int N, int FORM, typename T, typename U>
-inline float stage(
+// Rows of x into threadgroup memory in the order in which lanes want them, four values at a time, and
+// the sum of every lane's N. A row's values lie behind those of the row before, and so do its sums; rows
+// of `other` are BESIDE apart. square: This thread's part of each sum of squares.
+template <int IN, int BITS, bool EXACT, int N, int FORM, int TOKENS = 1, int BESIDE = 0, typename T,
+          typename U>
+inline void stage(
     threadgroup float* values,
     threadgroup float* sums,
+    thread float* square,
     const device T* x,
     const device U* other,
     uint index,
     uint threads) {
-  float squares = 0.0f;
-  for (uint p = index; p < steps<IN, N>() * 8 * N; p += threads) {
+  const int STAGED = steps<IN, N>() * 32;
+  for (int t = 0; t < TOKENS; ++t) {
+    square[t] = 0.0f;
+  }
+  for (uint p = index; p < STAGED * N / 4; p += threads) {
     const uint chunk = 4 * p / N, part = p % (N / 4), at = 4 * p;
     const bool there = IN % (32 * N) == 0 || at < IN;
-    pack<float, 4> out;
-    float sum = 0.0f;
-    if (there) {
-      pack<T, 4> in = load_pack<4>(x + at);
-      const pack<U, 4> beside = load_pack<4>(other + at);
-      for (int c = 0; c < 4; ++c) {
-        const float value = formed<FORM>(float(in.at[c]), float(beside.at[c]), squares);
+    pack<T, 4> in[TOKENS];
+    pack<U, 4> beside[TOKENS];
+    for (int t = 0; there && t < TOKENS; ++t) {
+      in[t] = load_pack<4>(x + t * IN + at);
+      if (t == 0 || BESIDE > 0) {
+        beside[t] = load_pack<4>(other + t * BESIDE + at);
+      }
+    }
+    for (int t = 0; t < TOKENS; ++t) {
+      pack<float, 4> out;
+      float sum = 0.0f;
+      for (int c = 0; there && c < 4; ++c) {
+        const float with = float(beside[BESIDE > 0 ? t : 0].at[c]);
+        const float value = formed<FORM>(float(in[t].at[c]), with, square[t]);
         sum += value;
         out.at[c] = value * factor<BITS, EXACT>(4 * part + c);
       }
-    }
-    for (int m = 1; m < N / 4; m *= 2) {
-      sum += simd_shuffle_xor(sum, m);
-    }
-    if (there) {
-      store_pack(values + ((chunk / 32 * (N / 4) + part) * 32 + chunk % 32) * 4, out);
-      if (part == 0) {
-        sums[chunk] = sum;
+      for (int m = 1; m < N / 4; m *= 2) {
+        sum += simd_shuffle_xor(sum, m);
+      }
+      if (there) {
+        const uint place = (chunk / 32 * (N / 4) + part) * 32 + chunk % 32;
+        store_pack(values + t * STAGED * N + place * 4, out);
+        if (part == 0) {
+          sums[t * STAGED + chunk] = sum;
+        }
       }
     }
   }
-  return squares;
 }
 
-// One step's values of a staged row.
-template <int N>
-inline void take(thread float* x, const threadgroup float* values, int step, uint lane) {
-  for (int j = 0; j < N / 4; ++j) {
-    pack<float, 4> part = load_pack<4>(values + ((step * (N / 4) + j) * 32 + lane) * 4);
-    for (int c = 0; c < 4; ++c) {
-      x[4 * j + c] = part.at[c];
+// As add_rows, of staged tokens, APART values behind one another: four values of each at a time are in
+// registers.
+template <int ROWS, int BITS, bool EXACT, int TOKENS, int APART, int V, typename W, typename S>
+inline void add_staged(
+    thread float* acc,
+    const thread slice<V, W, S>* rows,
+    const threadgroup float* values,
+    const threadgroup float* sums,
+    int step,
+    uint lane) {
+  const int per = per_word<BITS>(), N = V * per;
+  float dots[TOKENS * ROWS] = {};
+  for (int j = 0; j < N; j += 4) {
+    pack<float, 4> x[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) {
+      x[t] = load_pack<4>(values + t * APART + ((step * N + j) * 8 + lane) * 4);
     }
+    for (int r = 0; r < ROWS; ++r) {
+      for (int i = j; i < j + 4; ++i) {
+        const float q = as_read<BITS, EXACT>(rows[r].words.at[i / per], i % per);
+        for (int t = 0; t < TOKENS; ++t) {
+          dots[t * ROWS + r] = metal::fma(q, x[t].at[i - j], dots[t * ROWS + r]);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < TOKENS * ROWS; ++i) {
+    const float sum = sums[i / ROWS * (APART / N) + step * 32 + lane];
+    acc[i] += scaled<BITS, EXACT>(rows[i % ROWS], dots[i], sum);
   }
 }
 
@@ -184,34 +237,39 @@ inline constexpr int share() {
 }
 
 // A lane's columns of form(x), from `first` on, as add_rows wants them, and their sums.
-template <int SHARE, int N>
+template <int SHARE, int N, int TOKENS = 1>
 struct columns {
-  float values[SHARE][N];
-  float sums[SHARE];
+  float values[SHARE][TOKENS * N];
+  float sums[SHARE][TOKENS];
   uint first;
 };
 
-// As many at a time as 16 bytes hold: lanes are N columns apart, and a request takes as long as they
-// are many. Returns this lane's part of the sum of squares.
-template <int PARTS, int IN, int BITS, bool EXACT, int FORM, int SHARE, int N, typename T,
-          typename U>
+// Those of token t. As many at a time as 16 bytes hold: lanes are N columns apart, and a request
+// takes as long as they are many. Returns this lane's part of the sum of squares.
+template <int PARTS, int IN, int BITS, bool EXACT, int FORM, int SHARE, int N, int TOKENS,
+          typename T, typename U>
 inline float take_columns(
-    thread columns<SHARE, N>& own, const device T* x, const device U* other, uint part, uint lane) {
+    thread columns<SHARE, N, TOKENS>& own,
+    const device T* x,
+    const device U* other,
+    uint part,
+    uint lane,
+    int t = 0) {
   const int M = sizeof(T) + sizeof(U) == 4 && N > 4 ? 8 : 4;
   float square = 0.0f;
   own.first = (part * SHARE * 32 + lane) * N;
   #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     const uint at = own.first + i * 32 * N;
-    own.sums[i] = 0.0f;
+    own.sums[i][t] = 0.0f;
     for (int j = 0; j < N; j += M) {
       if (PARTS * SHARE * 32 * N == IN || at < IN) {
         const pack<T, M> in = load_pack<M>(x + at + j);
         const pack<U, M> beside = load_pack<M>(other + at + j);
         for (int c = 0; c < M; ++c) {
           const float value = formed<FORM>(float(in.at[c]), float(beside.at[c]), square);
-          own.sums[i] += value;
-          own.values[i][j + c] = value * factor<BITS, EXACT>(j + c);
+          own.sums[i][t] += value;
+          own.values[i][t * N + j + c] = value * factor<BITS, EXACT>(j + c);
         }
       }
     }
@@ -252,13 +310,13 @@ inline constexpr bool reads_once() {
 }
 #endif
 
-// partial[r * STRIDE] = this simdgroup's part of row r times x, for ROWS rows: M neighbours at a
-// time, while those APART rows on are on their way.
+// partial[(t * ROWS + r) * STRIDE] = this simdgroup's part of row r times token t, for ROWS rows: M
+// neighbours at a time, while those APART rows on are on their way.
 template <int ROWS, int M, int APART, int PARTS, int STRIDE, int IN, int BITS, int GROUP, int V,
-          bool EXACT, int SHARE, int N, typename W, typename S>
+          bool EXACT, int SHARE, int N, int TOKENS, typename W, typename S>
 inline void part_of_rows(
     threadgroup float* partial,
-    const thread columns<SHARE, N>& own,
+    const thread columns<SHARE, N, TOKENS>& own,
     const device W* w,
     const device S* scales,
     const device S* biases,
@@ -270,7 +328,7 @@ inline void part_of_rows(
   }
   #pragma unroll 1
   for (int r = 0; r < ROWS; r += M) {
-    float acc[M] = {};
+    float acc[TOKENS * M] = {};
     #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
       for (int j = 0; j < M; ++j) {
@@ -297,13 +355,13 @@ inline void part_of_rows(
       }
 #endif
       if (FULL || at < IN) {
-        add_rows<M, BITS, EXACT>(acc, rows, own.values[i], own.sums[i]);
+        add_rows<M, BITS, EXACT, TOKENS>(acc, rows, own.values[i], own.sums[i]);
       }
     }
-    for (int j = 0; j < M; ++j) {
-      const float total = simd_sum(acc[j]);
+    for (int i = 0; i < TOKENS * M; ++i) {
+      const float total = simd_sum(acc[i]);
       if (lane == 0) {
-        partial[(r + j) * STRIDE] = total;
+        partial[(i / M * ROWS + r + i % M) * STRIDE] = total;
       }
     }
   }
@@ -359,7 +417,7 @@ inline void multiply_narrow(const thread slice<V, W, S>* parts, P own, device Y*
   #pragma unroll
   for (int i = 0; i < narrow_steps<ROWS, IN, N>(); ++i) {
     float acc[1] = {0.0f};
-    add_rows<1, BITS, EXACT>(acc, parts + i, values, sum);
+    add_rows<1, BITS, EXACT>(acc, parts + i, values, &sum);
     for (int mask = 1; mask < LANES; mask *= 2) {
       acc[0] += simd_shuffle_xor(acc[0], ushort(mask));
     }

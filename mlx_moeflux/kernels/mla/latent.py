@@ -287,7 +287,8 @@ _MATVEC = MetalKernel(
         threadgroup float memory[MEMORY];
         const uint row = threadgroup_position_in_grid.y;
         const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
-        norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, SPLIT, EXACT, PLAIN, false>(
+        norm_matvec<1, ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, SPLIT, EXACT, PLAIN,
+                    false>(
             x, x, 0.0f, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
             biases + ulong(block) * (IN / GROUP), y, memory, OUT, row,
             threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,

@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import small_batch
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.linear.matvec import simdgroups_of, tiling
+from mlx_moeflux.kernels.linear.matvec import rows_together, simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.project import BLOCKS, in_blocks
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.linear.small_batch import (
@@ -101,9 +101,9 @@ _KERNEL = MetalKernel(
     outputs=("y",),
     body="""
         threadgroup float memory[MEMORY];
-        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT, ROUTED, SCORED>(
+        add_shared<TOKENS, ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT, ROUTED, SCORED>(
             residual, experts, gate, up, score, w, scales, biases, y, memory,
-            threadgroup_position_in_grid.y, threadgroup_position_in_grid.x,
+            threadgroup_position_in_grid.y * TOKENS, threadgroup_position_in_grid.x,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
     """,
 )
@@ -128,8 +128,8 @@ _PRODUCT = MetalKernel(
     outputs=("y",),
     body="""
         threadgroup float memory[MEMORY];
-        shared_product<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT>(
-            gate, up, w, scales, biases, y, memory, threadgroup_position_in_grid.y,
+        shared_product<TOKENS, ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT>(
+            gate, up, w, scales, biases, y, memory, threadgroup_position_in_grid.y * TOKENS,
             threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
             thread_index_in_simdgroup);
     """,
@@ -222,12 +222,14 @@ def _launch(
     groups, tile, memory = tiling(known.matrix, C, F, dtype, threads)
     simdgroups = simdgroups_of(F, threads)
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
-    template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
     rows = math.prod(leading)
+    at_once = 1 if known.matrix.block else rows_together(rows, F, groups, simdgroups, memory)
+    template |= {"SIMDGROUPS": simdgroups, "MEMORY": at_once * memory, "TOKENS": at_once}
     if not known.routed or apart_from > F * C or known.matrix.block:
         template |= {"ROUTED": known.routed, "SCORED": scored}
-        return launch_of(template, (groups, rows), 32 * simdgroups, [known.shape], dtype)
-    product = launch_of(template, (groups, rows), 32 * simdgroups, [(rows, C)], mx.float32)
+        return launch_of(template, (groups, rows // at_once), 32 * simdgroups, [known.shape], dtype)
+    launch = groups, rows // at_once
+    product = launch_of(template, launch, 32 * simdgroups, [(rows, C)], mx.float32)
     together = math.gcd(C, 4)
     template = {"OUT": C, "END": rows * C, "N": together, "SCORED": scored}
     blocks = -(-rows * C // (together * THREADS))

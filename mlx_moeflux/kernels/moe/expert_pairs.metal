@@ -6,7 +6,7 @@ template <int ROWS, int BITS, bool EXACT, int V, typename W, typename S>
 inline void add_expert_rows(
     thread float* acc, const thread slice<V, W, S>* rows, const thread float* x, float sum) {
   if (!are_bytes<S>()) {
-    add_rows<ROWS, BITS, EXACT>(acc, rows, x, sum);
+    add_rows<ROWS, BITS, EXACT>(acc, rows, x, &sum);
     return;
   }
   const int per = per_word<BITS>();
@@ -208,12 +208,12 @@ inline void take_dealt(
   #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     const uint block = (part * SHARE + i) * 32 * N;
-    own.sums[i] = 0.0f;
+    own.sums[i][0] = 0.0f;
     for (int j = 0; j < N; j += 4) {
       if (PARTS * SHARE * 32 * N == IN || block < IN) {
         const pack<float, 4> in = load_pack<4>(h + block + 32 * j + 4 * lane);
         for (int c = 0; c < 4; ++c) {
-          own.sums[i] += in.at[c];
+          own.sums[i][0] += in.at[c];
           own.values[i][j + c] = in.at[c] * factor<BITS, EXACT>(j + c);
         }
       }

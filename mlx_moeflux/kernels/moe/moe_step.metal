@@ -58,9 +58,7 @@ inline void shared_products(
       fetch_rows<ROWS, INNER, BITS, GROUP>(
           rows, w + row * (INNER / per_word<BITS>()), scales + row * (INNER / GROUP),
           biases + row * (INNER / GROUP), at);
-      float part[N];
-      take<N>(part, values, step, lane);
-      add_rows<ROWS, BITS, EXACT>(totals, rows, part, sums[step * 32 + lane]);
+      add_staged<ROWS, BITS, EXACT, 1, N>(totals, rows, values, sums, step, lane);
     }
   }
   for (int r = 0; r < ROWS; ++r) {

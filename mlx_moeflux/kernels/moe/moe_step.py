@@ -119,9 +119,10 @@ def _inner_kernel(name: str, arrays: Sequence[str], rows: str) -> MetalKernel:
 _SHARED_INPUTS = ("shared_scales", "shared_biases")
 _STAGE = """
         if (SHARED) {
+          float unused;
           stage<INNER, SHARED_BITS, EXACT, SHARED_V * per_word<SHARED_BITS>(), SWIGLU>(
-              values, sums, row + token * STRIDE + GATE, row + token * STRIDE + UP, k * 32 + lane,
-              32 * (K + 1));
+              values, sums, &unused, row + token * STRIDE + GATE, row + token * STRIDE + UP,
+              k * 32 + lane, 32 * (K + 1));
           threadgroup_barrier(mem_flags::mem_threadgroup);
         }
 """

@@ -47,7 +47,7 @@ inline void take_normed(
   #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     const uint at = own.first + i * 32 * N;
-    own.sums[i] = 0.0f;
+    own.sums[i][0] = 0.0f;
     for (int j = 0; j < N; j += M) {
       if (PARTS * SHARE * 32 * N == IN || at < IN) {
         const pack<T, M> in = load_pack<M>(x + at + j);
@@ -55,7 +55,7 @@ inline void take_normed(
         for (int c = 0; c < M; ++c) {
           const float scale = inverse[(at + j + c) / C];
           const float value = float(in.at[c]) * scale * float(beside.at[c]);
-          own.sums[i] += value;
+          own.sums[i][0] += value;
           own.values[i][j + c] = value * factor<BITS, EXACT>(j + c);
         }
       }
@@ -139,7 +139,7 @@ inline void mix_streams(
         fetch_rows<COLUMNS, IN, BITS, GROUP>(
             rows, w + first * (IN / per), scales + first * (IN / GROUP),
             biases + first * (IN / GROUP), at);
-        add_rows<COLUMNS, BITS, EXACT>(totals + s * COLUMNS, rows, part, sum);
+        add_rows<COLUMNS, BITS, EXACT>(totals + s * COLUMNS, rows, part, &sum);
       }
     }
   }

@@ -120,12 +120,20 @@ def test_as_many_simdgroups_as_cuda_takes():
                 test_agrees_with_float64("emulator", sizes, with_norm=True, residual=False)
 
 
-def test_tokens_together_or_apart_give_the_same_bits(device):
+@pytest.mark.parametrize("C", [128, 1536])
+def test_tokens_together_or_apart_give_the_same_bits(device, C):
     rng = np.random.default_rng(0)
-    weight = Weight(*random_matrix(rng, (6, 128), bits=4, group=64, dtype=mx.bfloat16))
-    x, norm = random_array(rng, (4, 128), mx.bfloat16), random_array(rng, (128,), mx.bfloat16)
-    pairs = [project_fused(x[i : i + 2], [weight], norm=norm)[0] for i in (0, 2)]
-    assert mx.array_equal(project_fused(x, [weight], norm=norm)[0], mx.concatenate(pairs)).item()
+    weight = Weight(*random_matrix(rng, (6, C), bits=4, group=64, dtype=mx.bfloat16))
+    x, norm = random_array(rng, (6, C), mx.bfloat16), random_array(rng, (C,), mx.bfloat16)
+    with reads_together():
+        every = [
+            mx.concatenate(
+                [project_fused(x[i : i + n], [weight], norm=norm)[0] for i in range(0, 6, n)]
+            )
+            for n in (1, 2, 3, 6)
+        ]
+    alone, *others = map(mx.concatenate, every)
+    assert all(mx.array_equal(alone, other).item() for other in others)
 
 
 @pytest.mark.parametrize("most", [1, 2 * ROWS_AT_ONCE * 96 * 2, 10**9])
@@ -318,13 +326,14 @@ def case(
     alike: bool = False,
     norm: bool = True,
     modes: tuple[str, ...] = (),
+    tokens: int = 4,
 ) -> Case:
     """Matrices of different sizes and bits, the results of one as wide as each other if they are
     `alike`: two rows in one step; or wide, four rows in two steps
     of 16-bit numbers, stored in another order, with rows of a simdgroup, threadgroups, words a lane
     and tokens all different in number."""
     rng, wide = np.random.default_rng(len(structure)), C > 96
-    dtype, tokens = (mx.bfloat16, 4) if wide else (mx.float32, 2)
+    dtype, tokens = (mx.bfloat16, tokens) if wide else (mx.float32, 2)
     weights, truths, x = [], [], random_array(rng, (tokens, C), dtype)
     scale = random_array(rng, (C,), dtype)
     rows = float64(x)
@@ -391,6 +400,15 @@ def test_joined_results_are_the_same_bits(device, dtype):
         assert mx.array_equal(part, other).item()
 
 
+def reads_together():
+    """As on a GPU that few threadgroups fill: rows of x share a read."""
+    return harness.patched(matvec, matvec._launch, ENOUGH_GROUPS=1)
+
+
+def together(case: Case) -> Case:
+    return replace(case, name=f"{case.name}-together", within=reads_together)
+
+
 def in_rounds(case: Case) -> Case:
     """As on a GPU for which two threadgroups are enough: they take their rows in several goes."""
     caches = matvec.rows_at_once, matvec._launch
@@ -421,6 +439,11 @@ CASES["project_1_1"].append(case((1, 1), "", C=4096))
 # whose next columns would begin where a row of 8 bits ends.
 CASES["project_1"].append(in_rounds(case((1,), "", C=4096)))
 CASES["project_1_1_1_1"].append(in_rounds(case((1, 1, 1, 1), "", C=4608)))
+# Rows of x that share a read: four by twos in registers, three in threadgroup memory.
+CASES["project_1"].append(together(case((1,), "", C=4096)))
+CASES["project_1"].append(together(case((1,), "residual", C=1056, tokens=6, norm=False)))
+CASES["project_1_normed"].append(together(case((1,), "normed", C=1056, tokens=3)))
+CASES["project_1_2_joined"].append(together(case((1, 2), "joined", C=1056, tokens=3)))
 # In blocks, beside a matrix in words: rows that several lanes share, whole and odd steps, a row
 # that is added, two results of one matrix.
 for (structure, ends), kernel in matvec._OF_BLOCKS.items():

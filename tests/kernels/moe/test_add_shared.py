@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear import matvec
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.add_shared import (
     APART,
+    _launch,
     add_shared,
     add_shared_dequantised,
     add_shared_fused,
 )
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64, usually
+from tests.kernels.harness import Case, error, float64, patched, usually
 
 # tokens, C, F, bits, group, dtype
 SIZES = [
@@ -119,6 +124,12 @@ def case(sizes, scored: bool, routed: bool = True, apart_from: int = APART) -> C
     return Case(name, call, lambda: [truth], limit)
 
 
+def together(case: Case) -> Case:
+    """As on a GPU that few threadgroups fill: rows share a read."""
+    within = functools.partial(patched, matvec, _launch, ENOUGH_GROUPS=1)
+    return replace(case, name=f"{case.name}, together", within=within)
+
+
 IN_TWO = [
     case(sizes, scored, apart_from=1)
     for sizes, scored in (
@@ -128,12 +139,13 @@ IN_TWO = [
     )
 ]
 CASES = {
-    "shared_product": IN_TWO,
+    "shared_product": [*IN_TWO, together(case(SIZES[5], True, apart_from=1))],
     "add_products": IN_TWO,
     "add_shared": [
         *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
         case(SIZES[1], False, routed=False),
         case(SIZES[6], True),
+        together(case(SIZES[5], True)),
     ],
     "add_shared_blocks": [
         *(case(sizes, on) for sizes, on in zip(BLOCKS, (True, False, True), strict=True)),
