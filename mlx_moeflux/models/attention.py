@@ -119,7 +119,7 @@ class Attention(Module):
             offset=cache.positions(T),
             **self._rope_options,
         )
-        if isinstance(cache, RowsEntry):
+        if isinstance(cache, RowsEntry) and (cache.lengths is None or self.window is not None):
             y = cache.each(self._appended, x, q, k, v, gate)
         else:
             y = self._appended(cache, x, q, k, v, gate)

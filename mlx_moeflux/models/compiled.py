@@ -35,7 +35,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.models.protocol import Decoder
-from mlx_moeflux.models.rows import as_rows
+from mlx_moeflux.models.rows import RowsEntry
 
 
 class _Attention:
@@ -475,8 +475,10 @@ def _as_rows(entries: list[Any], counts: Sequence[mx.array], padding: mx.array |
     """Return what layers get for `entries` in a step: of several rows, :class:`RowsEntry`."""
     if len(counts) == 2:
         return entries
-    positions = mx.concatenate(list(counts[:-1]))
-    return as_rows(entries, positions if padding is None else positions - padding)
+    positions, lengths = (mx.concatenate(list(some)) for some in (counts[:-1], counts[1:]))
+    positions = positions if padding is None else positions - padding
+    # Others store more than keys and values, or store them in another way.
+    return [RowsEntry(e, positions, lengths if type(e) is _Attention else None) for e in entries]
 
 
 def _end_steps(entries: Sequence[Any], ends: Sequence[Any], count: int) -> None:

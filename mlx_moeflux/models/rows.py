@@ -1,8 +1,8 @@
 """Several rows of one sequence in the form of a batch: R sequences of one token with one state.
 
 What knows no state takes all rows at once, as it takes a batch, through
-:mod:`mlx_moeflux.kernels.rows`. The part of a mixer that reads or writes the state is called row
-after row.
+:mod:`mlx_moeflux.kernels.rows`, and so does attention to keys and values whose buffer takes all
+rows. Else the part of a mixer that reads or writes the state is called row after row.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.rows import together
 from mlx_moeflux.kernels.runtime import device
 
 
 class RowsEntry:
     """Entry of one sequence, or its traced stand-in, as layers see it while they read rows at
-    `positions`, int32 ``[R]``."""
+    `positions`, int32 ``[R]``. lengths: The keys that each row sees, int32 ``[R]``, if `entry`
+    takes all rows at once; else None."""
 
-    def __init__(self, entry: Any, positions: mx.array):
+    def __init__(self, entry: Any, positions: mx.array, lengths: mx.array | None = None):
         self.entry, self.count, self._positions = entry, positions.size, positions
+        self.lengths = lengths
 
     def real_tokens(self, T: int) -> None:
         """Return None: no row is padding."""
@@ -29,6 +32,12 @@ class RowsEntry:
     def positions(self, T: int) -> mx.array:
         """Return the position of each row, int32 ``[R]``."""
         return self._positions
+
+    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
+        """Append `rows` ``[R, ...]`` and return what attention to them takes."""
+        with together(1):
+            buffers = self.entry.append(kernels, *rows)
+        return buffers | {"length": self.lengths}
 
     def each(self, function: Callable[..., mx.array], *arrays: mx.array | None) -> mx.array:
         """Return the concatenation of what ``function(entry, *arrays)`` returns for each row

@@ -30,7 +30,7 @@ JOINING = [
 # What a decode step on a GPU calls with all rows at once.
 EXPECTED = {
     *("project", "norm_rope", "softmax_top_k", "sigmoid_top_k", "expert_mix", "moe_combine"),
-    *("add_shared", "moe_step", "read_streams"),
+    *("add_shared", "moe_step", "read_streams", "sdpa"),
 }
 SLOW = ("moe_step", "read_streams")  # several kernels to compile
 
@@ -58,7 +58,10 @@ def as_rows(operation: str, args: tuple, kwargs: dict) -> tuple[list, dict]:
         if isinstance(value, int):  # an offset
             call[name] = mx.array([value + r for r in range(COUNT)], mx.int32)
         elif value is not None and value.shape[0] != COUNT:
-            call[name] = value[:1].swapaxes(0, 1)
+            call[name] = value[:1].swapaxes(0, record.tokens.get(name, 1))
+    if operation == "sdpa":
+        call |= {name: call[name][:1] for name in ("k", "v", "start") if name in call}
+        call |= {"mask": None, "length": call["length"] - COUNT + 1}
     return [call[name] for name in named[: len(args)]], {name: call[name] for name in kwargs}
 
 

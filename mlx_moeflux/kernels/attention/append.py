@@ -1,16 +1,17 @@
-"""The newest rows of keys and values, with one row more.
+"""The newest rows of keys and values, with n rows more, n at most R.
 
-    y[b, h, r] = row[b, h] if r = position % R else block[b, h, r]
+    y[b, h, r] = row[b n + i, h] if r = (position + i) % R, i < n, else block[b, h, r]
 
 Shapes:
-    tail: keys and values ``[B, H, R, D]``; k, v: ``[B, H, 1, D]``; position: int32 ``[1]``, where
-    the row stands in the sequence.
+    tail: keys and values ``[B, H, R, D]``; k, v: ``[B n, H, 1, D]``, n rows of each sequence;
+    position: int32 ``[1]``, where the first of them stands in the sequence.
     returns: the two tails, new arrays.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import mlx.core as mx
 
@@ -26,8 +27,13 @@ Pair = tuple[mx.array, mx.array]
 
 def append_row(tail: Pair, k: mx.array, v: mx.array, *, position: mx.array) -> Pair:
     """The module's formula in stock MLX."""
-    R = tail[0].shape[2]
-    own = (mx.arange(R) == position % R)[:, None]
+    B, H, R, _ = tail[0].shape
+    count = k.shape[0] // B
+    row = (mx.arange(R) - position) % R
+    if count > 1:
+        which = mx.minimum(row, count - 1)
+        k, v = (mx.take(x.reshape(B, count, H, -1).swapaxes(1, 2), which, axis=2) for x in (k, v))
+    own = (row < count)[:, None]
     return mx.where(own, k, tail[0]), mx.where(own, v, tail[1])
 
 
@@ -39,9 +45,9 @@ _KERNEL = MetalKernel(
     body="""
         uint index = thread_position_in_grid.x;
         if (index < PACKS_K) {
-            with_row<T, R, DK, N>(block_k, k, position, new_k, index);
+            with_rows<T, H, R, DK, ROWS, N>(block_k, k, position, new_k, index);
         } else if (index < PACKS_K + PACKS_V) {
-            with_row<T, R, DV, N>(block_v, v, position, new_v, index - PACKS_K);
+            with_rows<T, H, R, DV, ROWS, N>(block_v, v, position, new_v, index - PACKS_K);
         }
     """,
 )
@@ -70,13 +76,16 @@ def _plan(keys, values, k, v, dtype):
     """Shapes -> launch, checked once for each."""
     B, H, R, Dk = keys
     Dv = values[3]
-    if values[:3] != (B, H, R) or k != (B, H, 1, Dk) or v != (B, H, 1, Dv) or Dk % 8 or Dv % 8:
+    count, rest = divmod(k[0], B)
+    rows = k[0], H, 1
+    fits = values[:3] == (B, H, R) and (k, v) == ((*rows, Dk), (*rows, Dv))
+    if not fits or rest or not 0 < count <= R or Dk % 8 or Dv % 8:
         raise ShapeError(f"append_row: tails {keys} and {values} take no rows {k} and {v}.")
     if dtype not in FLOATS:
         raise ShapeError(f"append_row: tails are {dtype}.")
     N = 16 // dtype.size
     packs = [B * H * R * D // N for D in (Dk, Dv)]
-    template = {"T": dtype, "R": R, "DK": Dk, "DV": Dv, "N": N}
+    template = {"T": dtype, "H": H, "R": R, "ROWS": count, "DK": Dk, "DV": Dv, "N": N}
     return {
         "template": template | {"PACKS_K": packs[0], "PACKS_V": packs[1]},
         "grid": (-(-sum(packs) // _THREADS) * _THREADS, 1, 1),
@@ -84,6 +93,14 @@ def _plan(keys, values, k, v, dtype):
         "output_shapes": [keys, values],
         "output_dtypes": [dtype, dtype],
     }
+
+
+def _cases(example: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """Yield also what steps of several rows of a sequence pass."""
+    yield "one row", example
+    (tail, k, v), options = example
+    rows = tuple(mx.concatenate([x, 2 * x]) for x in (k, v))
+    yield "two rows", ((tail, *rows), options)
 
 
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
@@ -99,4 +116,5 @@ APPEND_ROW = Operation(
     size=None,
     example=_workload,
     workloads={"": _workload},
+    cases=_cases,
 )

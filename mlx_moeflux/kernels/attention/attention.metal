@@ -83,9 +83,12 @@ inline float raised(thread float& top, float highest) {
 struct key_range {
   int low, high;
 };
-inline key_range part_of(int start, int high, int tile, uint part, uint parts) {
+inline int share_of(int start, int high, int tile, uint parts) {
   const int unit = int(parts) * tile;
-  const int share = (metal::max(high - start, 0) + unit - 1) / unit * tile;
+  return (metal::max(high - start, 0) + unit - 1) / unit * tile;
+}
+inline key_range part_of(int start, int high, int tile, uint part, uint parts) {
+  const int share = share_of(start, high, tile, parts);
   const int low = start + int(part) * share;
   return {low, metal::min(high, low + share)};
 }

@@ -2,7 +2,8 @@
 
 Shapes:
     q: ``[B, Hq, T, Dh]``; k: ``[B, Hkv, S, Dh]``; v: ``[B, Hkv, S, Dv]``. Query head h reads KV
-    head h // (Hq / Hkv).
+    head h // (Hq / Hkv). Several rows of one sequence: q ``[R, Hq, 1, Dh]``, `length` int32
+    ``[R]``, one more from row to row, `gate` of R; k, v, tail and start of one sequence.
     mask: None (every query sees every key), "causal" (query t sees keys up to length - T + t),
     or bool ``[B or 1, 1, T, length]``, with an int `length` or None and without `start`.
     length: keys in use, an int or int32 ``[B]``; None: all S. With it k and v may be whole
@@ -51,7 +52,7 @@ class Call(NamedTuple):
     the first columns of the keys. q_heads: Queries have the layout of a projection's result,
     ``[B, T, q_heads, q[3] + rotary]``, and `q` is the shape of those in use; 0: `q` is their
     layout. chosen: How many blocks of `page` keys the queries see at most, the last of them not
-    whole; 0: all keys.
+    whole; 0: all keys. apart: Each token has the bits of a call by itself.
     """
 
     name: str
@@ -68,6 +69,11 @@ class Call(NamedTuple):
     q_heads: int = 0
     sinks: bool = False
     chosen: int = 0
+    apart: bool = False
+
+    def of_one_token(self) -> Call:
+        """Return the call of one of the tokens that are apart; else itself."""
+        return self._replace(q=(*self.q[:2], 1, self.q[3])) if self.apart else self
 
 
 def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
@@ -79,7 +85,7 @@ def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
             raise ShapeError(
                 f"{call.name}: the tail of {name} is {x.shape}, that of {call.k} cannot be."
             )
-    if call.q[2] != 1:
+    if call.of_one_token().q[2] != 1:
         raise ShapeError(f"{call.name}: with a tail one token is asked at a time, not {call.q[2]}.")
 
 
@@ -147,6 +153,8 @@ def causal_sdpa(
         if length is None:
             raise ShapeError("sdpa: a tail needs the length.")
         k, v = (joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
+    if k.shape[0] < q.shape[0]:
+        k, v = (mx.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (k, v))
     if isinstance(length, int) and length < k.shape[2]:
         k, v = k[:, :, :length], v[:, :, :length]
     if start is not None or isinstance(length, mx.array):
@@ -202,7 +210,7 @@ _SHARED = """
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
     attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, PAGE, CAUSAL, GATE,
-                  CHOSEN>(
+                  CHOSEN, APART>(
         q, q2, k, k2, v, tail_k, tail_v, table, {gate}, ranges, numbers, {outputs},
         keys, values, weights, scores, factors, q_shape[2], k_shape[2],
         threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup,
@@ -276,15 +284,21 @@ def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate
             q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate,
             sinks=sinks,
         )  # fmt: skip
+    apart = k.shape[0] == 1 < q.shape[0] and isinstance(length, mx.array)
+    if apart:
+        q, length = q.swapaxes(0, 2), length[-1:]
+        gate = None if gate is None else gate.swapaxes(0, 1)
     call = Call(
         "sdpa", q.shape, k.shape, v.shape, None if gate is None else gate.shape[-1], q.dtype,
-        mask is not None, tail=0 if tail is None else tail[0].shape[2], sinks=sinks is not None,
+        apart or mask is not None, tail=0 if tail is None else tail[0].shape[2],
+        sinks=sinks is not None, apart=apart,
     )  # fmt: skip
     check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     if tail is not None:
         check_tail(call, *tail)
     options = {"scale": scale, "length": length, "start": start}
-    return run(call, q, k, v, **options, tail=tail, gate=gate, sinks=sinks)
+    y = run(call, q, k, v, **options, tail=tail, gate=gate, sinks=sinks)
+    return y.swapaxes(0, 2) if apart else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +370,8 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     )
     if token is not None and not call.expanded:
         return Plan(latent_token.KERNEL, token, join_options(call, Hq, 0))
-    name, tile = _tile(backend_name, call, limit)
+    one = call.of_one_token()
+    name, tile = _tile(backend_name, one, limit)
     if tile is None:
         raise ShapeError(
             f"{call.name}: head sizes {D1 + call.rotary} and {Dv} of {call.dtype} do not fit into "
@@ -365,13 +380,14 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     pack = tile.get("PACK", 1)
     rows, groups = pack * T, B * Hq // pack
     height = 16 * (tile["W"] * tile["R"] if name == "rows" else tile["MT"])
-    blocks = -(-rows // height)
+    blocks, blocks_of_one = -(-rows // height), -(-pack * one.q[2] // height)
     enough = ENOUGH_SMALL_GROUPS if height == 16 else ENOUGH_GROUPS
-    parts = max(1, min(enough // (groups * blocks), -(-capacity // LEAST_KEYS)))
+    parts = max(1, min(enough // (groups * blocks_of_one), -(-capacity // LEAST_KEYS)))
     split, gate = parts > 1 or call.sinks, (call.gate or 0) // Dv
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
     if name != "rows":
         template |= {"TAIL": call.tail, "PAGE": call.page, "CHOSEN": call.chosen > 0}
+        template["APART"] = call.apart
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {
@@ -534,12 +550,13 @@ SDPA = Operation(
     name="sdpa",
     reference=causal_sdpa,
     others={
-        "fused": Implementation(sdpa_fused, kernels=SDPA_KERNELS),
+        "fused": Implementation(sdpa_fused, kernels=SDPA_KERNELS, joins=True),
         "blas": Implementation(blas.sdpa_blas, on_cpu=True),
     },
     size=slice(2, 3),
     kind=lambda q, *others: str(q.shape[-1]),
     tokens={"q": 2, "gate": 1},
+    rows=("q", "gate", "length"),
     example=_example,
     workloads={
         "": lambda s, n, x: call_of_size(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),

@@ -126,6 +126,24 @@ class Attended:
         self.options |= {"tail": tuple(ends)}
         return self
 
+    def apart(self):
+        """The tokens as rows of one sequence, each of which has the bits of a call by itself."""
+        q, *others = self.arrays
+        length, gate, R = self.options["length"], self.options["gate"], q.shape[2]
+        self.arrays = q.swapaxes(0, 2), *others
+        self.options |= {"mask": None, "length": mx.arange(length - R + 1, length + 1)}
+        self.options |= {"gate": None if gate is None else gate.swapaxes(0, 1)}
+        self.limit, self.truth = self.limit, self.truth.swapaxes(0, 2)
+        return self
+
+    def one_by_one(self):
+        """Results of the rows, a call each."""
+        q, *others = self.arrays
+        for r in range(len(q)):
+            own = {n: self.options[n] for n in ("length", "gate") if self.options[n] is not None}
+            own = {name: array[r : r + 1] for name, array in own.items()}
+            yield sdpa_fused(q[r : r + 1], *others, **self.options | own)
+
     def case(self, name, **patches):
         return Case(name, lambda: [sdpa_fused(*self.arrays, **self.options)], lambda: [self.truth],
                     lambda: self.limit, within=lambda: constants(**patches))  # fmt: skip
@@ -185,6 +203,17 @@ def rotary(name, dtype, B, H, T, S, D, P, Dv, length, *, start=None, growing=Fal
     )
 
 
+# One part; parts of two sizes, since 256 keys are four parts of a tile of 32 each until 128 are in
+# use, the last row or the first alone; several parts of one size; two blocks of rows.
+APART = (
+    Attended(BF16, 1, 264, 2, 3, 64, 32, 32, 36, gate=2).with_tail(32).apart(),
+    Attended(BF16, 1, 6, 2, 4, 256, 64, 96, 132, start=[3], gate=1).with_tail(64).apart(),
+    Attended(F32, 1, 16, 2, 3, 256, 32, 32, 132, start=[2], sinks=F32, growing=True)
+    .with_tail(64)
+    .apart(),
+    Attended(F16, 1, 6, 6, 2, 300, 64, 64, 77, start=[9]).with_tail(20).apart(),
+    Attended(BF16, 1, 16, 1, 4, 192, 64, 64, 190, gate=2).with_tail(64).apart(),
+)
 # Every kernel alone; the joining launch comes with the calls over parts of the keys.
 CASES = {
     "attend_rows": [
@@ -223,6 +252,7 @@ CASES = {
         .case("all gated"),
         Attended(BF16, 2, 6, 2, 1, 64, 64, 96, 50, gate=1).with_tail(16).case("64/96, gated"),
         latent("a tile of one key", BF16, 2, 4, 9, 50, 64, 32, 33),
+        APART[0].case("rows apart, one part, a tile of one key"),
     ],
     "attend_shared_parts": [
         Attended(BF16, 2, 6, 2, 2, 130, 64, 96, 99).case("64/96"),
@@ -238,6 +268,7 @@ CASES = {
         .case("a tail of one row, padded left"),
         latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75),
         latent("whole tiles, a simdgroup with less", F16, 1, 32, 1, 80, 128, 32, 75),
+        APART[1].case("rows apart, shared out in two ways"),
     ],
     "attend_combine": [
         Attended(BF16, 1, 2, 2, 1, 300, 32, 32, 280).case("parts without keys"),
@@ -427,6 +458,22 @@ def test_what_does_not_fit_is_refused(message):
     v = v.astype(options.pop("dtype", F32))
     with emulated(), pytest.raises(ShapeError, match=message):
         sdpa_fused(q, k, v, **{"scale": 1.0, "mask": None} | options)
+
+
+@pytest.mark.parametrize("call", APART)
+def test_rows_of_a_sequence_have_the_bits_of_a_call_each(device, call):
+    together = sdpa_fused(*call.arrays, **call.options)
+    apart = mx.concatenate(list(call.one_by_one()))
+    assert mx.isfinite(apart).all().item()
+    assert mx.array_equal(together, apart).item()
+    assert error(together, call.truth) <= call.limit
+
+
+def test_the_reference_takes_rows_of_a_sequence():
+    call = APART[1]
+    clean = {"tail": tuple(mx.where(mx.isnan(x), 0.0, x) for x in call.options["tail"])}
+    q, *others = (mx.where(mx.isnan(x), 0.0, x) for x in call.arrays)
+    assert error(causal_sdpa(q, *others, **call.options | clean), call.truth) <= 2 * call.limit
 
 
 def test_the_reference_reads_the_tail():
