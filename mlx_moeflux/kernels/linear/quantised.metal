@@ -181,8 +181,8 @@ inline void stage(
   }
 }
 
-// As add_rows, of staged tokens, APART values behind one another: four values of each at a time are in
-// registers.
+// As add_rows, of staged tokens, APART values behind one another. Of one all values are in registers,
+// of several four at a time.
 template <int ROWS, int BITS, bool EXACT, int TOKENS, int APART, int V, typename W, typename S>
 inline void add_staged(
     thread float* acc,
@@ -191,18 +191,23 @@ inline void add_staged(
     const threadgroup float* sums,
     int step,
     uint lane) {
-  const int per = per_word<BITS>(), N = V * per;
+  const int per = per_word<BITS>(), N = V * per, SOME = TOKENS == 1 ? N : 4;
   float dots[TOKENS * ROWS] = {};
-  for (int j = 0; j < N; j += 4) {
-    pack<float, 4> x[TOKENS];
-    for (int t = 0; t < TOKENS; ++t) {
-      x[t] = load_pack<4>(values + t * APART + ((step * N + j) * 8 + lane) * 4);
+  for (int first = 0; first < N; first += SOME) {
+    float x[TOKENS * SOME];
+    for (int j = 0; j < TOKENS * SOME; j += 4) {
+      const int at = (step * N + first + j % SOME) * 8 + lane;
+      const pack<float, 4> part = load_pack<4>(values + j / SOME * APART + at * 4);
+      for (int c = 0; c < 4; ++c) {
+        x[j + c] = part.at[c];
+      }
     }
     for (int r = 0; r < ROWS; ++r) {
-      for (int i = j; i < j + 4; ++i) {
-        const float q = as_read<BITS, EXACT>(rows[r].words.at[i / per], i % per);
+      for (int i = 0; i < SOME; ++i) {
+        const int at = first + i;
+        const float q = as_read<BITS, EXACT>(rows[r].words.at[at / per], at % per);
         for (int t = 0; t < TOKENS; ++t) {
-          dots[t * ROWS + r] = metal::fma(q, x[t].at[i - j], dots[t * ROWS + r]);
+          dots[t * ROWS + r] = metal::fma(q, x[t * SOME + i], dots[t * ROWS + r]);
         }
       }
     }
