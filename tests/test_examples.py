@@ -150,6 +150,21 @@ def test_train_tiny_swaps_the_router(tmp_path):
 
 
 @pytest.mark.slow
+def test_train_head_learns_and_what_it_writes_drafts(tmp_path):
+    out = run(
+        "examples/train_head.py", "--rows", "20", "--steps", "40", "--batch", "2",
+        "--prompts", "1", "--out", str(tmp_path / "with_head"),
+    )  # fmt: skip
+    first, last = map(float, re.findall(r"loss (\d+\.\d+)", out))
+    assert last < first
+    assert float(re.search(r"(\S+) MB of mtp", out)[1]) <= 1.5
+    shares = [float(share) for share in re.findall(r"([\d.]+)% of the drafts", out)]
+    assert len(shares) == 4
+    assert all(0 <= share <= 100 for share in shares)
+    assert max(shares) > 0
+
+
+@pytest.mark.slow
 def test_bigger_than_memory_holds_less_than_its_checkpoint():
     pytest.importorskip("mlx_lm")
     out = run("examples/bigger_than_memory.py")
