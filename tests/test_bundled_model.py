@@ -15,9 +15,11 @@ import pytest
 
 from mlx_moeflux.conversion.synthesize import lru_hit_rate
 from mlx_moeflux.experts.telemetry.events import Chosen
+from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import BUNDLED_MODEL, load
 
 WINDOW = 2048
+PROMPT = '"""Return the number of'
 
 
 def held_out() -> list[str]:
@@ -52,7 +54,20 @@ def xz(texts: list[str]) -> float:
 
 
 def test_it_is_small():
-    assert sum(f.stat().st_size for f in BUNDLED_MODEL.iterdir()) <= 8_000_000
+    assert sum(f.stat().st_size for f in BUNDLED_MODEL.iterdir()) <= 8_600_000
+
+
+def test_its_head_accepts_half_of_the_drafts_and_changes_no_text():
+    texts, counts = [], []
+    for drafts in ("off", 1):
+        model, tokenizer = load(BUNDLED_MODEL, drafts=drafts)
+        with model:
+            texts.append(generate(model, tokenizer, PROMPT, max_tokens=40))
+            counts.append(model.store.stats().drafts)
+    assert texts[0] == texts[1]
+    assert counts[0].proposed == 0
+    assert counts[1].proposed >= 15
+    assert counts[1].accepted >= 0.5 * counts[1].proposed
 
 
 @pytest.mark.slow
