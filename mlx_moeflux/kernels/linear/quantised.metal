@@ -181,8 +181,14 @@ inline void stage(
   }
 }
 
+// Four of a staged row's values for a lane, from `first` on of a step's N.
+template <int N>
+inline pack<float, 4> take(const threadgroup float* values, int step, int first, uint lane) {
+  return load_pack<4>(values + ((step * N + first) * 8 + lane) * 4);
+}
+
 // As add_rows, of staged tokens, APART values behind one another. Of one all values are in registers,
-// of several four at a time.
+// of several four at a time (docs/notes/kernels.md).
 template <int ROWS, int BITS, bool EXACT, int TOKENS, int APART, int V, typename W, typename S>
 inline void add_staged(
     thread float* acc,
@@ -191,23 +197,30 @@ inline void add_staged(
     const threadgroup float* sums,
     int step,
     uint lane) {
-  const int per = per_word<BITS>(), N = V * per, SOME = TOKENS == 1 ? N : 4;
-  float dots[TOKENS * ROWS] = {};
-  for (int first = 0; first < N; first += SOME) {
-    float x[TOKENS * SOME];
-    for (int j = 0; j < TOKENS * SOME; j += 4) {
-      const int at = (step * N + first + j % SOME) * 8 + lane;
-      const pack<float, 4> part = load_pack<4>(values + j / SOME * APART + at * 4);
+  const int per = per_word<BITS>(), N = V * per;
+  if (TOKENS == 1) {
+    float x[N];
+    for (int j = 0; j < N; j += 4) {
+      const pack<float, 4> part = take<N>(values, step, j, lane);
       for (int c = 0; c < 4; ++c) {
         x[j + c] = part.at[c];
       }
     }
+    const float sum = sums[step * 32 + lane];
+    add_rows<ROWS, BITS, EXACT>(acc, rows, x, &sum);
+    return;
+  }
+  float dots[TOKENS * ROWS] = {};
+  for (int j = 0; j < N; j += 4) {
+    pack<float, 4> x[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) {
+      x[t] = take<N>(values + t * APART, step, j, lane);
+    }
     for (int r = 0; r < ROWS; ++r) {
-      for (int i = 0; i < SOME; ++i) {
-        const int at = first + i;
-        const float q = as_read<BITS, EXACT>(rows[r].words.at[at / per], at % per);
+      for (int i = j; i < j + 4; ++i) {
+        const float q = as_read<BITS, EXACT>(rows[r].words.at[i / per], i % per);
         for (int t = 0; t < TOKENS; ++t) {
-          dots[t * ROWS + r] = metal::fma(q, x[t * SOME + i], dots[t * ROWS + r]);
+          dots[t * ROWS + r] = metal::fma(q, x[t].at[i - j], dots[t * ROWS + r]);
         }
       }
     }
