@@ -112,10 +112,18 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_memory(args: argparse.Namespace) -> Any:
-    """Return the amount of ``--memory``, or measure this machine's."""
-    from mlx_moeflux.experts.budget import measure_memory
+    """Return the amount of ``--memory``, or measure this machine's.
 
-    return args.memory or measure_memory()
+    Raises:
+        InputError: ``--memory`` is no amount.
+    """
+    from mlx_moeflux.experts.budget import measure_memory
+    from mlx_moeflux.measure.plan import parse_machine_memory
+
+    if not args.memory:
+        return measure_memory()
+    parse_machine_memory(args.memory)
+    return args.memory
 
 
 def machine_rates(args: argparse.Namespace, place: Path) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mlx_moeflux.checkpoint.model_name import parse_model_name
@@ -21,7 +23,6 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
 from mlx_moeflux.measure.plan import ModelPlan, Sizes, open_sizes, plan_model
 from mlx_moeflux.measure.plan_machines import Link, MachinesPlan, plan_machines
-from mlx_moeflux.measure.rates import Rates
 
 NEEDS_MLX = False
 
@@ -51,8 +52,10 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         bits=args.bits,
     )
+    # Options are checked before the disk is measured, which takes seconds.
+    make_plan = _for_machines(args, sizes) if args.machines else _for_machine(args, sizes)
     rates = machine_rates(args, _place(args.model))
-    plan = _machines(args, sizes, rates) if args.machines else _machine(args, sizes, rates)
+    plan = make_plan(ssd_gbps=rates.ssd_gbps, memory_gbps=rates.memory_gbps)
     if args.json:
         json.dump(plan.as_dict() | rates._asdict(), sys.stdout, indent=2)
         print()
@@ -69,31 +72,31 @@ def _place(model: str) -> Path:
     return Path(name.place).expanduser() if name.is_path else download_folder()
 
 
-def _machine(args: argparse.Namespace, sizes: Sizes, rates: Rates) -> ModelPlan:
+def _for_machine(args: argparse.Namespace, sizes: Sizes) -> Callable[..., ModelPlan]:
+    """Return the function of the bandwidths that plans one machine."""
     if args.link:
         raise InputError("--link needs --machines, the memory of each.")
-    return plan_model(
+    return partial(
+        plan_model,
         args.model,
         sizes,
         memory=machine_memory(args),
         expert_memory=args.expert_memory,
         row_memory=args.row_memory,
-        ssd_gbps=rates.ssd_gbps,
-        memory_gbps=rates.memory_gbps,
     )
 
 
-def _machines(args: argparse.Namespace, sizes: Sizes, rates: Rates) -> MachinesPlan:
+def _for_machines(args: argparse.Namespace, sizes: Sizes) -> Callable[..., MachinesPlan]:
+    """Return the function of the bandwidths that plans several machines."""
     if args.memory or args.expert_memory != "auto" or not args.link:
         raise InputError("--machines needs --link, and excludes --memory and --expert-memory.")
     speed = parse_budget(args.link.removesuffix("/s"), 0, what="speed of --link")
     if speed is None:
         raise InputError("--link is auto; give a speed such as 2.5GB/s.")
-    return plan_machines(
+    return partial(
+        plan_machines,
         args.model,
         sizes,
         memories=parse_memory(args.machines),
         link=Link(speed, args.link_latency / 1e3),
-        ssd_gbps=rates.ssd_gbps,
-        memory_gbps=rates.memory_gbps,
     )

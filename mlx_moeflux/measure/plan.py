@@ -279,6 +279,18 @@ class ModelPlan:
         return "\n".join(f"{name:8} {text}" for name, text in rows)
 
 
+def parse_machine_memory(value: str | float) -> int:
+    """Bytes of the memory of a machine to plan for, such as ``"32GB"``.
+
+    Raises:
+        InputError: It is no amount.
+    """
+    whole = parse_budget(value, 0, what="planned memory")
+    if whole is None:
+        raise InputError("the memory to plan for must be a number; give one such as 32GB.")
+    return whole
+
+
 def plan_model(
     name: str,
     sizes: Sizes,
@@ -298,9 +310,7 @@ def plan_model(
         InputError: A number makes no sense.
     """
     if not isinstance(memory, Memory):
-        whole = parse_budget(memory, 0, what="planned memory")
-        if whole is None:
-            raise InputError("the memory to plan for must be a number; give one such as 32GB.")
+        whole = parse_machine_memory(memory)
         share = f"{MEMORY_SHARE} of the memory"
         memory = Memory("planned", whole, int(MEMORY_SHARE * whole), share)
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):

@@ -24,6 +24,7 @@ from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.measure import rates
 from mlx_moeflux.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -485,7 +486,6 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["trace", "show", "no.trace"], "no.trace"),
         (["tune", "--tokens", "0"], "--tokens"),
         (["generate", "--tuning", "no.json"], "no.json"),
-        (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
         (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
         (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
         (["synthesize", "--like", "nothing", "--out", "x"], "nothing"),
@@ -497,6 +497,23 @@ def test_errors_are_one_line_and_exit_1(arguments, words, capsys):
     assert err[-1].startswith("error: ")
     assert words in err[-1]
     assert not any("Traceback" in line for line in err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
+        (["plan", str(BUNDLED_MODEL), "--link", "1GB/s"], "--link needs --machines"),
+        (["plan", str(BUNDLED_MODEL), "--machines", "8GB,little", "--link", "1GB/s"], "little"),
+        (["models", "--memory", "little"], "little"),
+    ],
+)
+def test_nothing_is_measured_for_wrong_options(arguments, words, capsys, monkeypatch):
+    def measured(place):
+        raise AssertionError(f"the disk of {place} was measured")
+
+    monkeypatch.setattr(rates, "disk_speed", measured)
+    test_errors_are_one_line_and_exit_1(arguments, words, capsys)
 
 
 def test_no_arguments_print_help_and_version_prints_the_device(capsys):
