@@ -72,8 +72,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """On the CPU: a GPU would compile for minutes what lays out the cases. The garbage collector
-    passes over thousands of tests from then on: each of its rounds takes a second with them."""
+    """On the CPU: a GPU would compile for minutes what lays out the cases. From then on the garbage
+    collector leaves out thousands of tests, with which a round takes a second, and its rounds over
+    all that lives, a fifth of a second each, come a tenth as often."""
     import mlx.core as mx  # reads the variable above
 
     device = mx.default_device()
@@ -84,6 +85,8 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, 100)
         mx.set_default_device(device)
 
 
