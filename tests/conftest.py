@@ -90,6 +90,15 @@ def pytest_collection():
         mx.set_default_device(device)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk():
+    """What is written here need not outlast a loss of power: to wait until it has reached the disk
+    takes milliseconds for each of thousands of files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
+        yield
+
+
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory) -> Path:
     """A folder with two layers of qwen3.5-tiny, a delta net's and one of attention, the same of

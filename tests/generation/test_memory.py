@@ -151,7 +151,7 @@ def evict(path: Path) -> None:
 
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(fd).st_size
         with mmap.mmap(fd, size, prot=mmap.PROT_READ) as view:

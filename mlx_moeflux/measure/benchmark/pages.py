@@ -30,7 +30,7 @@ def evict(files: Iterable[Path]) -> bool:
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         try:
-            os.fsync(fd)  # dirty pages would stay
+            os.fdatasync(fd)  # dirty pages would stay
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
