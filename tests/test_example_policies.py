@@ -14,7 +14,7 @@ from mlx_moeflux.experts.policies.eviction import make_eviction
 from mlx_moeflux.experts.telemetry.events import Evict, Miss
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import load_model
 from tests.experts.policies.test_eviction import (
     BELADYS_ANOMALY,
     EXPERTS,
@@ -69,9 +69,9 @@ def test_a_hot_expert_stays(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_gives_the_live_hits(tmp_path, kind):
+def test_a_replay_gives_the_live_hits(two_bundled_layers, tmp_path, kind):
     random = np.random.default_rng(3)
-    with load_model(BUNDLED_MODEL, expert_memory="20%", eviction=kind()) as model:
+    with load_model(two_bundled_layers, expert_memory="20%", eviction=kind()) as model:
         with model.trace(tmp_path / "x"):
             cache = model.make_cache()
             for T in (9, *[1] * 5, 4, *[1] * 3):
@@ -129,11 +129,11 @@ def test_no_layer_gives_what_others_need_as_much():
 
 
 @pytest.mark.slow
-def test_slots_move_between_tokens_without_changing_a_bit():
+def test_slots_move_between_tokens_without_changing_a_bit(two_bundled_layers):
     balance = Balance()
     with (
-        load_model(BUNDLED_MODEL) as resident,
-        load_model(BUNDLED_MODEL, expert_memory="30%", events=balance) as model,
+        load_model(two_bundled_layers) as resident,
+        load_model(two_bundled_layers, expert_memory="30%", events=balance) as model,
     ):
         a, b = resident.make_cache(), model.make_cache()
         before, held = model.store.slots, model.store.bank_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,8 +39,9 @@ class Experts:
 
     def block(self, layer: int, expert: int) -> bytes:
         """One expert's bytes in block order."""
-        names = [c.name for c in self.layouts[layer].components]
-        return b"".join(bytes(memoryview(self.arrays[layer][n][expert])) for n in names)
+        arrays = (self.arrays[layer][c.name] for c in self.layouts[layer].components)
+        parts = ((memoryview(a).cast("B"), a.nbytes // len(a)) for a in arrays)
+        return b"".join(part[expert * size : (expert + 1) * size] for part, size in parts)
 
     def bank(self, layer: int) -> ExpertBank:
         return ExpertBank.of(self.arrays[layer], self.layouts[layer].specs)
@@ -63,7 +65,15 @@ def affine_layout(hidden: int, inner: int, **specs: QuantSpec | None) -> BlockLa
 
 
 def random_experts(specs=FOUR_BIT, *, num_experts=E, hidden=C, inner=F, seed=0) -> Experts:
-    """Experts in memory only, every value random."""
+    """Experts in memory only, every value random. Those of equal arguments share their arrays."""
+    drawn = _drawn(tuple(specs), num_experts, hidden, inner, seed)
+    mx.random.seed(seed)
+    arrays = {layer: dict(of) for layer, of in drawn.arrays.items()}
+    return Experts(dict(drawn.layouts), arrays)
+
+
+@functools.cache
+def _drawn(specs, num_experts: int, hidden: int, inner: int, seed: int) -> Experts:
     mx.random.seed(seed)
     experts = Experts({}, {})
     for layer in LAYERS:

@@ -84,7 +84,12 @@ def logits(directory: Path, memory: str, dtype: mx.Dtype) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("form", "code", "dtype"), STORED, ids=["-".join(map(str, each)) for each in STORED]
+    ("form", "code", "dtype"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each[:2] == ("4 bits", "F32")))
+        for each in STORED
+    ],
+    ids=["-".join(map(str, each)) for each in STORED],
 )
 def test_both_stores_have_the_dtypes_of_the_file(form, code, dtype, tmp_path):
     directory = stored(tmp_path / "stock", form, code)

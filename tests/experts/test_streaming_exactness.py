@@ -17,7 +17,7 @@ from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import map_checkpoint
 
 E, K, V = 32, 4, 4096
@@ -34,18 +34,16 @@ def memory_of(slots: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def resident():
-    with load_model(BUNDLED_MODEL, expert_memory="auto") as model:
+def resident(two_bundled_layers):
+    with load_model(two_bundled_layers, expert_memory="auto") as model:
         assert model.plan.resident
         yield model
 
 
-def full_bank():
+def full_bank(directory: Path):
     """A streamed model whose bank holds every expert."""
-    mapped = map_checkpoint(open_checkpoint(BUNDLED_MODEL))
-    return load_model(
-        BUNDLED_MODEL, expert_memory="100%", reader=make_reader("pread", mapped.experts)
-    )
+    mapped = map_checkpoint(open_checkpoint(directory))
+    return load_model(directory, expert_memory="100%", reader=make_reader("pread", mapped.experts))
 
 
 # Every length with the smallest bank, one behind a chunk's end with others.
@@ -59,11 +57,11 @@ CROSSED = {(K, T) for T in LENGTHS} | {(E - 1, 65), (E, 65)}
         for case in product((K, E // 4, E - 1, E), LENGTHS)
     ],
 )
-def test_every_bank_gives_the_bits_of_the_resident_model(resident, slots, T):
+def test_every_bank_gives_the_bits_of_the_resident_model(two_bundled_layers, resident, slots, T):
     with (
-        full_bank()
+        full_bank(two_bundled_layers)
         if slots == E
-        else load_model(BUNDLED_MODEL, expert_memory=memory_of(slots)) as model
+        else load_model(two_bundled_layers, expert_memory=memory_of(slots)) as model
     ):
         assert not model.plan.resident or slots == E
         tokens = tokens_of(T)
@@ -76,20 +74,22 @@ def test_every_bank_gives_the_bits_of_the_resident_model(resident, slots, T):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [K, E // 4, E - 1, E])
-def test_every_bank_gives_the_bits_of_the_resident_model_on_500_tokens(resident, slots):
-    test_every_bank_gives_the_bits_of_the_resident_model(resident, slots, 500)
+def test_every_bank_gives_the_bits_of_the_resident_model_on_500_tokens(
+    two_bundled_layers, resident, slots
+):
+    test_every_bank_gives_the_bits_of_the_resident_model(two_bundled_layers, resident, slots, 500)
 
 
 @pytest.mark.parametrize("reader", ["pread", "direct", "mmap", "memory"])
-def test_every_reader_gives_the_same_bits(resident, reader):
+def test_every_reader_gives_the_same_bits(two_bundled_layers, resident, reader):
     tokens = tokens_of(40, 2)
-    with load_model(BUNDLED_MODEL, expert_memory="20%", expert_reader=reader) as model:
+    with load_model(two_bundled_layers, expert_memory="40%", expert_reader=reader) as model:
         assert mx.array_equal(resident(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_every_eviction_gives_the_same_bits(resident, eviction):
-    with load_model(BUNDLED_MODEL, expert_memory="25%", eviction=eviction) as model:
+def test_every_eviction_gives_the_same_bits(two_bundled_layers, resident, eviction):
+    with load_model(two_bundled_layers, expert_memory="25%", eviction=eviction) as model:
         a, b = resident.make_cache(), model.make_cache()
         for T in (40, 1, 1, 7, 1, 1):
             tokens = tokens_of(T, seed=T)
@@ -97,10 +97,10 @@ def test_every_eviction_gives_the_same_bits(resident, eviction):
 
 
 @pytest.fixture(scope="module")
-def floats(tmp_path_factory) -> Path:
-    """The bundled model in bfloat16."""
+def floats(two_bundled_layers, tmp_path_factory) -> Path:
+    """Two of the bundled model's layers in bfloat16."""
     out = tmp_path_factory.mktemp("floats") / "bf16"
-    return convert(BUNDLED_MODEL, out, layout="safetensors", dequantize=True)
+    return convert(two_bundled_layers, out, layout="safetensors", dequantize=True)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,11 @@ def test_all_bits_and_layouts_stream_exactly(floats, tmp_path, bits, layout):
         assert mx.array_equal(expected, part(tokens))
 
 
-def test_padded_batches_read_nothing_for_padding_and_agree(resident):
+def test_padded_batches_read_nothing_for_padding_and_agree(two_bundled_layers, resident):
     lengths = [5, 17, 11]
     T = max(lengths)
     tokens = tokens_of(T, 3)
-    with load_model(BUNDLED_MODEL, expert_memory=memory_of(K)) as model:
+    with load_model(two_bundled_layers, expert_memory=memory_of(K)) as model:
         results = []
         for one in (resident, model):
             caches = [one.make_cache() for _ in lengths]
@@ -146,17 +146,17 @@ def test_padded_batches_read_nothing_for_padding_and_agree(resident):
             assert error.item() <= 1e-5
 
 
-def test_lazy_forwards_before_one_evaluation(resident):
+def test_lazy_forwards_before_one_evaluation(two_bundled_layers, resident):
     x, y = tokens_of(1, seed=1), tokens_of(1, seed=2)
-    with load_model(BUNDLED_MODEL, expert_memory=memory_of(K)) as model:
+    with load_model(two_bundled_layers, expert_memory=memory_of(K)) as model:
         a, b = model(x), model(y)
         mx.eval(a, b)
         assert mx.array_equal(a, resident(x))
         assert mx.array_equal(b, resident(y))
 
 
-def test_two_interleaved_sequences_do_not_disturb_each_other(resident):
-    with load_model(BUNDLED_MODEL, expert_memory=memory_of(K)) as model:
+def test_two_interleaved_sequences_do_not_disturb_each_other(two_bundled_layers, resident):
+    with load_model(two_bundled_layers, expert_memory=memory_of(K)) as model:
         expected = [resident.make_cache(), resident.make_cache()]
         actual = [model.make_cache(), model.make_cache()]
         for t in range(6):
@@ -165,14 +165,14 @@ def test_two_interleaved_sequences_do_not_disturb_each_other(resident):
                 assert mx.array_equal(resident(step, expected[s]), model(step, actual[s]))
 
 
-def test_bytes_read_are_those_of_blocks_and_a_full_bank_reads_nothing_twice():
-    with load_model(BUNDLED_MODEL, expert_memory="25%") as model:
+def test_bytes_read_are_those_of_blocks_and_a_full_bank_reads_nothing_twice(two_bundled_layers):
+    with load_model(two_bundled_layers, expert_memory="25%") as model:
         mx.eval(model(tokens_of(50)))
         total = model.store.stats().total
         assert total.misses > 0
         assert total.prefetched_hits > 0
         assert total.bytes_read == (total.misses + total.prefetches) * BLOCK
-    with full_bank() as model:
+    with full_bank(two_bundled_layers) as model:
         mx.eval(model(tokens_of(50)))
         assert model.store.stats().total.bytes_read > 0
         model.store.stats().reset()
@@ -181,36 +181,36 @@ def test_bytes_read_are_those_of_blocks_and_a_full_bank_reads_nothing_twice():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_opening_reads_the_trunk_and_headers_only():
+def test_opening_reads_the_trunk_and_headers_only(two_bundled_layers):
     from mlx_moeflux.experts.telemetry.stats import ExpertStats
 
     def rchar() -> int:
         with open("/proc/self/io") as file:
             return int(file.readline().split()[1])
 
-    load_model(BUNDLED_MODEL, expert_memory="25%").close()  # imports done
+    load_model(two_bundled_layers, expert_memory="25%").close()  # imports done
     before = rchar()
-    with load_model(BUNDLED_MODEL, expert_memory="25%") as model:
+    with load_model(two_bundled_layers, expert_memory="25%") as model:
         read = rchar() - before
         assert isinstance(model.store.stats(), ExpertStats)
-    size = os.path.getsize(BUNDLED_MODEL / "model.safetensors")
-    trunk = size - 6 * E * BLOCK
-    config = os.path.getsize(BUNDLED_MODEL / "config.json")
+    size = os.path.getsize(two_bundled_layers / "model.safetensors")
+    trunk = size - 2 * E * BLOCK
+    config = os.path.getsize(two_bundled_layers / "config.json")
     # /proc files that measure memory are a few kilobytes.
     assert read <= 1.05 * (trunk + config) + 65536
 
 
-def test_a_damaged_blob_is_found_by_verify_and_a_missing_one_at_open(tmp_path):
+def test_a_damaged_blob_is_found_by_verify_and_a_missing_one_at_open(two_bundled_layers, tmp_path):
     from mlx_moeflux.checkpoint.formats.packed import verify
     from mlx_moeflux.errors import ExpertFileError
 
-    out = convert(BUNDLED_MODEL, tmp_path / "packed", verify_written=True)
-    blob = out / "experts" / "layer_03.bin"
+    out = convert(two_bundled_layers, tmp_path / "packed", verify_written=True)
+    blob = out / "experts" / "layer_01.bin"
     data = bytearray(blob.read_bytes())
     data[12345] ^= 1
     blob.write_bytes(data)
-    with pytest.raises(ExpertFileError, match="layer_03"):
+    with pytest.raises(ExpertFileError, match="layer_01"):
         verify(out)
     shutil.move(blob, tmp_path / "elsewhere.bin")
-    with pytest.raises(ExpertFileError, match=r"layer_03\.bin"):
+    with pytest.raises(ExpertFileError, match=r"layer_01\.bin"):
         load_model(out)

@@ -267,7 +267,7 @@ def test_threads_get_exact_rows_and_counts_add_up(stored):
 
     def work(seed):
         random = np.random.default_rng(seed)
-        for _ in range(15):
+        for _ in range(6):
             ids = random.zipf(1.2, (3, 16)) % table.rows
             check(stored, table, ids)
             asked.append(len(np.unique(ids)))

@@ -171,10 +171,10 @@ def test_no_bit_changes(open_store, experts, name, eviction, keep):
 
 
 @pytest.mark.parametrize("name", PREFETCHES)
-def test_a_model_gives_the_same_bits(name):
+def test_a_model_gives_the_same_bits(two_bundled_layers, name):
     with (
-        load_model(BUNDLED_MODEL) as resident,
-        load_model(BUNDLED_MODEL, expert_memory="20%", prefetch=prefetch_of(name)) as model,
+        load_model(two_bundled_layers) as resident,
+        load_model(two_bundled_layers, expert_memory="20%", prefetch=prefetch_of(name)) as model,
     ):
         a, b = resident.make_cache(), model.make_cache()
         random = np.random.default_rng(0)
@@ -205,9 +205,9 @@ def test_the_guess_is_the_next_router_on_the_present_state():
             assert guess == tuple(order[:4].tolist())
 
 
-def test_padding_guesses_nothing():
+def test_padding_guesses_nothing(two_bundled_layers):
     guesses = []
-    with load_model(BUNDLED_MODEL, expert_memory="50%", prefetch="ahead") as model:
+    with load_model(two_bundled_layers, expert_memory="50%", prefetch="ahead") as model:
         caches = [model.make_cache(), model.make_cache()]
         merged = [type(row[0]).merge(list(row)) for row in zip(*caches, strict=True)]
         for entry in merged:
@@ -308,12 +308,12 @@ def test_a_complete_layer_stays_on_the_device(open_store, name):
     assert store.stays_on_device
 
 
-def test_a_model_that_cannot_look_ahead_has_no_auto(monkeypatch):
-    with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch="auto") as model:
+def test_a_model_that_cannot_look_ahead_has_no_auto(two_bundled_layers, monkeypatch):
+    with load_model(two_bundled_layers, expert_memory="40%", prefetch="auto") as model:
         assert model.store.prefetch.name == "auto"
         kind = type(model)
     monkeypatch.setattr(kind, "CAN_LOOK_AHEAD", False)
-    with load_model(BUNDLED_MODEL, expert_memory="40%", prefetch="auto") as model:
+    with load_model(two_bundled_layers, expert_memory="40%", prefetch="auto") as model:
         assert model.store.prefetch is None
 
 
@@ -329,10 +329,10 @@ def test_a_model_that_cannot_look_ahead_has_no_auto(monkeypatch):
         ("cpu", {}, None),
     ],
 )
-def test_the_default(monkeypatch, kind, options, name):
+def test_the_default(two_bundled_layers, monkeypatch, kind, options, name):
     monkeypatch.setattr(steps, "device", seen_as(kind))
     monkeypatch.setattr(stores.handshake_trial, "refusal", lambda: "nobody has an Apple GPU here")
-    with load_model(BUNDLED_MODEL, expert_memory="40%", fuse=False, **options) as model:
+    with load_model(two_bundled_layers, expert_memory="40%", fuse=False, **options) as model:
         found = model.store.prefetch
         assert (found and found.name) == name
 

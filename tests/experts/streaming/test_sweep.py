@@ -73,7 +73,7 @@ def test_after_a_sweep_the_last_token_finds_its_experts(tmp_path):
     needed=st.sets(st.integers(0, 99), min_size=1),
     early=st.booleans(),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_plan_never_overfills_the_bank(slots, resident, needed, early):
     """Plays a whole sweep: at no time are there more protected experts than slots, every needed
     expert comes once and ascending, and what was resident and kept is not read. early: Waves of

@@ -76,10 +76,12 @@ def same_counts(live, simulated):
 
 
 @pytest.mark.parametrize(("eviction", "memory", "prefetch"), pairwise(EVICTIONS, BUDGETS, PREFETCH))
-def test_live_is_simulated_on_the_bundled_model(tmp_path, eviction, memory, prefetch):
+def test_live_is_simulated_on_two_layers(two_bundled_layers, tmp_path, eviction, memory, prefetch):
     random = np.random.default_rng(3)
     options = {"eviction": eviction, "prefetch": prefetch_of(prefetch)}
-    with load_model(BUNDLED_MODEL, expert_memory=memory, keep_all_ahead=True, **options) as model:
+    with load_model(
+        two_bundled_layers, expert_memory=memory, keep_all_ahead=True, **options
+    ) as model:
         with model.trace(tmp_path / "x"):
             cache = model.make_cache()
             for T in (9, *[1] * 5, 4, *[1] * 3):
@@ -198,12 +200,12 @@ def test_live_is_simulated_when_the_budget_changes(tmp_path):
     assert same_counts(live, simulate(trace, trace.info.slots, recorded=True, **options))
 
 
-def test_live_is_simulated_with_a_switch_of_ones_own(tmp_path):
+def test_live_is_simulated_with_a_switch_of_ones_own(two_bundled_layers, tmp_path):
     """A prefetcher that does not look ahead; the replay is on where the run was."""
     policy, random = LastToken(), np.random.default_rng(3)
     policy.switch = EveryOther()
     options = {"expert_memory": "25%", "eviction": "lfu", "keep_all_ahead": True}
-    with load_model(BUNDLED_MODEL, prefetch=policy, **options) as model:
+    with load_model(two_bundled_layers, prefetch=policy, **options) as model:
         with model.trace(tmp_path / "x"):
             cache = model.make_cache()
             for T in (9, *[1] * 8):
