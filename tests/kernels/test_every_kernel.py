@@ -79,17 +79,18 @@ def test_text_is_short_and_uses_an_attribute(name):
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(True, id="every", marks=pytest.mark.slow), pytest.param(False, id="two")]
+    "every",
+    [pytest.param(True, id="every", marks=pytest.mark.slow), pytest.param(False, id="last")],
 )
 @pytest.mark.parametrize("name", NAMED)
 def test_metal_would_take_it(name, every):
-    """Each text of its cases, which differ in the arguments of a template; by default the first and
-    the last."""
+    """Each text of its cases, which differ in the arguments of a template; by default the last: GCC
+    compiles the first for the emulator."""
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
     assert name in all_cases(), f"no test module has CASES of '{name}'"
     texts = variants(name)
     assert texts, f"no case of '{name}' launches it"
-    for variant in texts if every else texts[:1] + texts[1:][-1:]:
+    for variant in texts if every else texts[-1:]:
         assert lint.problems(variant) == [], (variant.template, variant.threads)
 
 

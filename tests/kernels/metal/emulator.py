@@ -249,6 +249,7 @@ class _Buffer(ctypes.Structure):
     )
 
 
+@functools.cache
 def merged_overloads(header: str) -> str:
     """`header` without definitions that differ from another in nothing but address spaces, and
     without those that the emulator has itself."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -90,10 +88,9 @@ def generated_text(call, header: str, inputs: Sequence[mx.array], **options) -> 
 
     Tracing for export is the only way to generate it without a Metal device.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "kernel.mlxfn")
-        mx.export_function(path, lambda *arrays: call(inputs=list(arrays), **options), *inputs)
-        written = Path(path).read_bytes()
+    with tempfile.NamedTemporaryFile(suffix=".mlxfn") as file:
+        mx.export_function(file.name, lambda *arrays: call(inputs=list(arrays), **options), *inputs)
+        written = file.read()
     begin = header or ("template <" if options["template"] else "[[kernel]]")
     start = written.index(begin.encode("ascii"))
     length = int.from_bytes(written[start - 8 : start], "little")

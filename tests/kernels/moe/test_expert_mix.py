@@ -67,7 +67,7 @@ SIZES = [
     (17, 2, 3, 40, 24, 0, 32, mx.float16, None, True, "geglu"),
 ]
 # The parts of the other sizes are those of these.
-USUAL = {*range(4), *range(5, 11), 12, 14, 17, 23, 24, 27, 28, 29, 33, 34}
+USUAL = {*range(4), *range(5, 8), 9, 10, 12, 14, 17, 23, 24, 27, 28, 29, 33, 34}
 
 
 def slow(*sizes):

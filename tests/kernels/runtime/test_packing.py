@@ -210,10 +210,10 @@ def test_a_prepared_model_gives_the_same_bits():
     assert len(PLACES) <= others
 
 
-def test_replaced_parameters_leave_nothing_behind():
+def test_replaced_parameters_leave_nothing_behind(two_bundled_layers):
     gc.collect()
     others = len(PLACES)
-    with load_model(BUNDLED_MODEL, expert_memory="100%", fuse=True) as model:
+    with load_model(two_bundled_layers, expert_memory="100%", fuse=True) as model:
         assert len(PLACES) > others
         before = steps(model)
         layer = model.layers[1]

@@ -15,7 +15,7 @@ from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.verify import failures
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import load_model
 from tests.kernels.implementations import IMPLEMENTATIONS
 
 RAISES = "LU factorization failed"
@@ -70,10 +70,10 @@ def reply(model, cache=None):
         pytest.param("25%", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_next_reply_takes_stock_operations(broken, memory, compiled):
-    with load_model(BUNDLED_MODEL, kernels="reference") as model:
+def test_the_next_reply_takes_stock_operations(two_bundled_layers, broken, memory, compiled):
+    with load_model(two_bundled_layers, kernels="reference") as model:
         expected = reply(model)
-    with load_model(BUNDLED_MODEL, expert_memory=memory) as model:
+    with load_model(two_bundled_layers, expert_memory=memory) as model:
         model.compile_steps = compiled
         cache = model.make_cache()
         with pytest.raises(KernelError, match="next reply uses stock MLX") as caught:
@@ -86,10 +86,10 @@ def test_the_next_reply_takes_stock_operations(broken, memory, compiled):
         assert len(broken.asked) == count
 
 
-def test_batches_go_on_too(broken):
-    with load_model(BUNDLED_MODEL, kernels="reference") as model:
+def test_batches_go_on_too(two_bundled_layers, broken):
+    with load_model(two_bundled_layers, kernels="reference") as model:
         expected = reply(model)
-    with load_model(BUNDLED_MODEL) as model:
+    with load_model(two_bundled_layers) as model:
         batch = BatchGenerator(model, max_tokens=6)
         batch.insert([[5, 6, 7]])
         with pytest.raises(KernelError):
@@ -100,8 +100,8 @@ def test_batches_go_on_too(broken):
         assert replies == expected
 
 
-def test_the_command_line_says_one_line(broken, capsys):
-    arguments = ["generate", "--model", str(BUNDLED_MODEL), "-p", "a", "-m", "2"]
+def test_the_command_line_says_one_line(two_bundled_layers, broken, capsys):
+    arguments = ["generate", "--model", str(two_bundled_layers), "-p", "a", "-m", "2"]
     assert main(arguments) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1

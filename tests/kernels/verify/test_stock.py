@@ -53,7 +53,7 @@ TRUE_GATHER = mx.gather_mm
 @pytest.mark.parametrize(
     ("module", "name", "broken", "operation"),
     [
-        (mx, "gather_mm", flipped, "gather_mm"),
+        pytest.param(mx, "gather_mm", flipped, "gather_mm", marks=pytest.mark.slow),
         pytest.param(mx, "sort", holed, "sort", marks=pytest.mark.slow),
         pytest.param(
             *(mx.fast, "rms_norm", lambda x, w, eps: x, "rms_norm"), marks=pytest.mark.slow
@@ -70,12 +70,15 @@ def test_a_wrong_operation_is_found(monkeypatch, module, name, broken, operation
     assert wrong == {operation}
 
 
-def test_an_operation_that_fails_is_named(monkeypatch):
+def test_one_operation_fails_and_another_is_wrong(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setattr(mx.fast, "rope", refuse)
-    (failed,) = (e for e in stock.worst(mx.float32) if e.reason)
+    monkeypatch.setattr(mx, "gather_mm", flipped)
+    found = stock.worst(mx.float32)
+    assert {e.operation for e in found if not e.error <= 1e-3} == {"rope", "gather_mm"}
+    (failed,) = (e for e in found if e.reason)
     assert (failed.operation, failed.reason) == ("rope", "no kernel for this")
 
 
