@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_moeflux.cache import KVCache
 from mlx_moeflux.cache.kv import TAIL_ROWS
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.loading import load_model
 from tests.models_at_hand import model_of
 
 
@@ -31,11 +31,11 @@ def by_default(*names: str):
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def model(request, tmp_path_factory):
+def model(two_bundled_layers, request, tmp_path_factory):
     memory = "50%" if request.param == "streamed" else "auto"
     stacked = request.param in ("stacked", "latent")
     options = {"expert_memory": memory, "dtype": mx.float32, "fuse": stacked}
-    directory = BUNDLED_MODEL
+    directory = two_bundled_layers
     if request.param == "latent":
         directory = synthesize("deepseek-tiny", tmp_path_factory.mktemp("model") / "latent")
     with load_model(directory, **options) as model:
@@ -125,8 +125,8 @@ def test_the_account_counts_traced_tokens(model):
     assert model.store.stats().total.tokens - before == 4
 
 
-def test_new_parameters_are_seen():
-    with load_model(BUNDLED_MODEL, expert_memory="auto", dtype=mx.float32) as model:
+def test_new_parameters_are_seen(two_bundled_layers):
+    with load_model(two_bundled_layers, expert_memory="auto", dtype=mx.float32) as model:
         model.compile_steps = True
         cache = model.make_cache()
         mx.eval(model(mx.array([[1, 2]]), cache))
@@ -190,10 +190,10 @@ def test_rows_appended_through_the_tail_are_in_the_buffers():
     check()
 
 
-def test_stacked_parameters_keep_their_names_and_values():
+def test_stacked_parameters_keep_their_names_and_values(two_bundled_layers):
     with (
-        load_model(BUNDLED_MODEL, fuse=False) as plain,
-        load_model(BUNDLED_MODEL, fuse=True) as stacked,
+        load_model(two_bundled_layers, fuse=False) as plain,
+        load_model(two_bundled_layers, fuse=True) as stacked,
     ):
         ours, theirs = (dict(tree_flatten(m.parameters())) for m in (plain, stacked))
         assert ours.keys() == theirs.keys()

@@ -30,15 +30,19 @@ def steps(model, tokens: mx.array, *, traced: bool, prompt: int) -> mx.array:
     return mx.concatenate(parts, axis=1)
 
 
-def opened(**options):
-    # What is traced is computed by references on the CPU.
-    options = {"expert_memory": "40%", "dtype": mx.float32, "kernels": "reference"} | options
-    options["prefetch"] = prefetch_of(options.get("prefetch"))
-    return load_model(BUNDLED_MODEL, **options)
+@pytest.fixture(scope="module")
+def opened(two_bundled_layers):
+    def opened(directory=two_bundled_layers, **options):
+        # What is traced is computed by references on the CPU.
+        options = {"expert_memory": "40%", "dtype": mx.float32, "kernels": "reference"} | options
+        options["prefetch"] = prefetch_of(options.get("prefetch"))
+        return load_model(directory, **options)
+
+    return opened
 
 
 @pytest.mark.parametrize("memory", ["40%", "100%", "all slots"])
-def test_a_closed_model_takes_no_step_from_its_traces(memory):
+def test_a_closed_model_takes_no_step_from_its_traces(opened, memory):
     with opened(expert_memory="40%" if memory == "all slots" else memory) as model:
         if memory == "all slots":
             model.store.resize_all(dict.fromkeys(model.store.layers, model.store.num_experts))
@@ -68,7 +72,7 @@ def test_a_closed_model_takes_no_step_from_its_traces(memory):
     ],
     ids=str,
 )
-def test_segments_give_the_same_bits_and_the_same_account(options, B):
+def test_segments_give_the_same_bits_and_the_same_account(opened, options, B):
     tokens, totals, logits = tokens_of(70, B), [], []
     for traced in (True, False):
         with opened(**options) as model:
@@ -86,7 +90,7 @@ def test_segments_give_the_same_bits_and_the_same_account(options, B):
 
 
 @pytest.mark.slow
-def test_banks_change_between_steps():
+def test_banks_change_between_steps(opened):
     """Other sizes, complete layers, copies that somebody else's results forced."""
     with opened() as model:
         model.compile_steps, tokens = True, tokens_of(50)
@@ -107,7 +111,7 @@ def test_banks_change_between_steps():
         assert mx.array_equal(mx.concatenate(parts, axis=1), expected).item()
 
 
-def test_an_error_leaves_the_cache_and_the_next_try_succeeds(monkeypatch):
+def test_an_error_leaves_the_cache_and_the_next_try_succeeds(opened, monkeypatch):
     monkeypatch.setattr(native_pool, "library", lambda: None)
     with opened() as model:
         tokens = tokens_of(20)
@@ -142,8 +146,8 @@ def test_an_error_leaves_the_cache_and_the_next_try_succeeds(monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [pytest.param((), marks=pytest.mark.slow), (1, 5)], ids=str)
-def test_an_interrupt_while_ids_are_awaited_leaves_the_cache(whole, monkeypatch):
-    with opened() as model:
+def test_an_interrupt_while_ids_are_awaited_leaves_the_cache(opened, whole, monkeypatch):
+    with opened(BUNDLED_MODEL) as model:
         for layer in whole:
             model.store.resize(layer, model.store.num_experts)
         model.store.preload(whole)
@@ -171,7 +175,7 @@ def test_an_interrupt_while_ids_are_awaited_leaves_the_cache(whole, monkeypatch)
 
 
 @pytest.mark.slow
-def test_what_segments_cannot_do_goes_another_way():
+def test_what_segments_cannot_do_goes_another_way(opened):
     with opened(expert_memory="15%") as model:  # 4 slots of 32
         tokens = tokens_of(20, 2)
         a, b = (steps(model, tokens, traced=traced, prompt=5) for traced in (True, False))
@@ -199,7 +203,7 @@ class Sticky(SoftmaxRouter):
 
 
 @pytest.mark.parametrize("memory", ["40%", pytest.param("auto", marks=pytest.mark.slow)])
-def test_a_router_of_ones_own_is_asked_for_every_token(memory):
+def test_a_router_of_ones_own_is_asked_for_every_token(opened, memory):
     logits = []
     for traced in (True, False):
         with opened(expert_memory=memory, router=Sticky(4)) as model:
@@ -208,7 +212,7 @@ def test_a_router_of_ones_own_is_asked_for_every_token(memory):
 
 
 @pytest.mark.slow
-def test_two_threads_take_turns():
+def test_two_threads_take_turns(opened):
     with opened() as model:
         tokens = [tokens_of(40 + i) for i in range(2)]
         expected = [np.array(steps(model, t, traced=False, prompt=20)) for t in tokens]

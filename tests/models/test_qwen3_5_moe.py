@@ -24,19 +24,19 @@ from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits
 
 
-def test_mlx_lm_agrees_on_the_quantised_checkpoint():
+def test_mlx_lm_agrees_on_the_quantised_checkpoint(two_bundled_layers):
     from mlx_lm.utils import load_model as mlx_lm_load
 
-    theirs, _ = mlx_lm_load(BUNDLED_MODEL)
+    theirs, _ = mlx_lm_load(two_bundled_layers)
     theirs.set_dtype(mx.float32)
     tokens = mx.array(np.random.default_rng(0).integers(0, 4096, (2, 37)))
-    with load_model(BUNDLED_MODEL, expert_memory="30%") as model:
+    with load_model(two_bundled_layers, expert_memory="30%") as model:
         assert relative_error(model(tokens), theirs(tokens)) <= 1e-4
 
 
-def test_prefill_chunks_inside_a_layer_do_not_change_the_result():
+def test_prefill_chunks_inside_a_layer_do_not_change_the_result(two_bundled_layers):
     tokens = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70)))
-    with load_model(BUNDLED_MODEL, expert_memory="30%") as model:
+    with load_model(two_bundled_layers, expert_memory="30%") as model:
         whole = model(tokens)
         model.prefill_chunk = 16
         assert relative_error(model(tokens), whole) <= LIMIT
@@ -132,9 +132,9 @@ def test_record_returns_what_flows_between_the_parts():
         assert set(kept) == {2}
 
 
-def test_record_accumulates_over_prompt_and_steps():
+def test_record_accumulates_over_prompt_and_steps(two_bundled_layers):
     tokens = mx.array([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
-    with load_model(BUNDLED_MODEL, dtype=mx.float32) as model:
+    with load_model(two_bundled_layers, dtype=mx.float32) as model:
         for rows in (tokens[:1], tokens):
             with model.record(layers=[1]) as whole:
                 model(rows)
@@ -157,13 +157,13 @@ def test_record_accumulates_over_prompt_and_steps():
 
 
 @pytest.mark.parametrize("ids", [[[1.0, 2.0]], [[True]], [[3, 4096]], [[-1, 2]], [[4096]]])
-def test_ids_that_are_no_tokens_are_refused(ids):
-    with load_model(BUNDLED_MODEL) as model, pytest.raises(InputError, match=r"token"):
+def test_ids_that_are_no_tokens_are_refused(two_bundled_layers, ids):
+    with load_model(two_bundled_layers) as model, pytest.raises(InputError, match=r"token"):
         model(mx.array(ids))
 
 
-def test_quantised_experts_are_not_trainable():
-    with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
+def test_quantised_experts_are_not_trainable(two_bundled_layers):
+    with load_model(two_bundled_layers, expert_memory="100%") as model:
         names = dict(tree_flatten(model.parameters()))
         assert names["model.layers.0.mlp.switch_mlp.up_proj.weight"].dtype == mx.uint32
         model.unfreeze()
@@ -328,20 +328,20 @@ def test_components_can_be_swapped():
         (mx.int64, mx.float32, "ids"),
     ],
 )
-def test_a_router_of_wrong_types_is_refused_at_load(ids, weights, match):
+def test_a_router_of_wrong_types_is_refused_at_load(two_bundled_layers, ids, weights, match):
     class Wrong(Fixed):
         def __call__(self, logits):
             chosen, given = super().__call__(logits)
             return chosen.astype(ids), given.astype(weights)
 
     with pytest.raises(ShapeError, match=match):
-        load_model(BUNDLED_MODEL, router=Wrong())
+        load_model(two_bundled_layers, router=Wrong())
 
 
-def test_a_kernel_of_wrong_shape_or_name_is_refused_at_load():
+def test_a_kernel_of_wrong_shape_or_name_is_refused_at_load(two_bundled_layers):
     with pytest.raises(ShapeError, match="sdpa"):
-        load_model(BUNDLED_MODEL, kernels={"sdpa": lambda q, k, v, **_: q[..., :1]})
+        load_model(two_bundled_layers, kernels={"sdpa": lambda q, k, v, **_: q[..., :1]})
     with pytest.raises(InputError, match="sdpaa"):
-        load_model(BUNDLED_MODEL, kernels={"sdpaa": "reference"})
+        load_model(two_bundled_layers, kernels={"sdpaa": "reference"})
     with pytest.raises(InputError, match="has no implementation 'fast'"):
-        load_model(BUNDLED_MODEL, kernels={"sdpa": "fast"})
+        load_model(two_bundled_layers, kernels={"sdpa": "fast"})

@@ -11,36 +11,47 @@ from mlx_moeflux.loading import load_model
 from tests.models.twins import CASES, GOLDEN, limit, relative_error, smallest_memory
 
 # One of each family that streams with another mixer or router. They, and one of each other family,
-# go token by token when resident, the others in parts.
+# go token by token when resident, by default where a prompt begins and where it ends; the others go
+# in parts.
 STREAMED = ("deepseek_v3_groups", "glm4_moe_norms", "gpt_oss_sinks", "minimax_m2_norms")
 STREAMED += ("gemma4_shared", "laguna_heads", "qwen3_moe_top2", "qwen3_next_top3")
 STREAMED += ("qwen4_exp_rows", "text_top3")
 STEPPED = (*STREAMED, "deepseek_v32_yarn40", "glm4_moe_lite_flash", "glm_moe_dsa_shared")
+# Where T tokens are cut.
+CUTS = {
+    "token by token": lambda T: range(T + 1),
+    "ends token by token": lambda T: [*range(8), *range(T - 7, T + 1)],
+    "in parts": lambda T: [0, 1, 2, 9, 16, T],
+}
+
+
+def cut(case: str, memory: str, cuts: str, *, by_default: bool):
+    marks = [] if by_default else [pytest.mark.slow]
+    return pytest.param(case, memory, cuts, id=f"{case}-{memory}-{cuts}", marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("case", "memory", "apart"),
+    ("case", "memory", "cuts"),
     [
-        *(pytest.param(case, "resident", True, id=f"{case}-resident-token by token",
-                       marks=[pytest.mark.slow] * (case not in STEPPED)) for case in CASES),
-        *(pytest.param(case, "streamed", False, id=f"{case}-streamed-in parts",
-                       marks=[pytest.mark.slow] * (case not in STREAMED)) for case in CASES),
-        *(pytest.param(case, "resident", False, id=f"{case}-resident-in parts",
-                       marks=[pytest.mark.slow] * (case in STEPPED)) for case in CASES),
-        *(pytest.param(case, "streamed", True, id=f"{case}-streamed-token by token",
-                       marks=pytest.mark.slow) for case in CASES),
+        made
+        for case in CASES
+        for made in (
+            cut(case, "resident", "ends token by token", by_default=case in STEPPED),
+            cut(case, "resident", "in parts", by_default=case not in STEPPED),
+            cut(case, "resident", "token by token", by_default=False),
+            cut(case, "streamed", "in parts", by_default=case in STREAMED),
+            cut(case, "streamed", "token by token", by_default=False),
+        )
     ],
-)  # fmt: skip
-def test_logits_are_those_of_transformers(case, memory, apart):
+)
+def test_logits_are_those_of_transformers(case, memory, cuts):
     golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
     tokens, logits = golden["tokens"], golden["logits"]
     budget = "auto" if memory == "resident" else smallest_memory(GOLDEN / case)
     with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
         assert relative_error(model(tokens), logits) <= limit(case)
-        T = tokens.shape[1]
-        cuts = list(range(T + 1)) if apart else [0, 1, 2, 9, 16, T]
         cache = model.make_cache()
-        parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
+        parts = [model(tokens[:, a:b], cache) for a, b in pairwise(CUTS[cuts](tokens.shape[1]))]
         assert relative_error(mx.concatenate(parts, axis=1), logits) <= limit(case)
         last = model(tokens, last_only=True)
         assert relative_error(last, logits[:, -1:]) <= limit(case)
