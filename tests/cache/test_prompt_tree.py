@@ -34,7 +34,7 @@ def common(a, b) -> int:
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(entries, prompts)
 def test_look_ups_are_those_of_a_list(entered, prompt):
     root, known = grown(entered)

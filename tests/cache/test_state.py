@@ -16,7 +16,7 @@ from mlx_moeflux.generation.batch import Batch
 from mlx_moeflux.loading import load_model
 from tests.models_at_hand import KINDS, TWIN, by_default, model_of, run, same_bits, tokens_of
 
-T = 21
+T = 13
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -149,7 +149,7 @@ def test_attention_alone_is_truncated_and_recurrence_refuses(model):
     state, tokens = model.make_cache(), tokens_of(T)
     whole = run(model, state, tokens)
     state.checkpoint()
-    with pytest.raises(CacheError, match="no position 22 in a state of 21"):
+    with pytest.raises(CacheError, match="no position 14 in a state of 13"):
         state.truncate(T + 1)
     with pytest.raises(CacheError, match="no position -1"):
         state.truncate(-1)
@@ -210,7 +210,7 @@ def test_the_spec_is_what_every_layer_holds_after_a_token(model):
 def test_traced_steps_are_kept_and_restored_with_their_tails(tmp_path, position):
     with load_model(TWIN, expert_memory="100%", dtype=mx.float32) as model:
         model.compile_steps = True
-        tokens, state = tokens_of(position + 20), model.make_cache()
+        tokens, state = tokens_of(position + 10), model.make_cache()
         run(model, state, tokens[:, :position])
         kept = state.snapshot()
         state.save(tmp_path / "state")
