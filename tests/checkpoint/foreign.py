@@ -42,11 +42,17 @@ def e4m3_value(code: int) -> float:
 E4M3_VALUES = np.array([e4m3_value(code) for code in range(256)])
 
 
+def nearest(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Places in a table of the numbers that are nearest to values."""
+    order = np.argsort(table, kind="stable")
+    between = (table[order][1:] + table[order][:-1]) / 2
+    return order[np.searchsorted(between, values)]
+
+
 def to_e4m3(values: np.ndarray) -> np.ndarray:
     """The byte of the nearest value."""
     finite = np.flatnonzero(np.isfinite(E4M3_VALUES))
-    distance = np.abs(E4M3_VALUES[finite][:, None] - values.reshape(-1))
-    return finite[distance.argmin(axis=0)].astype(np.uint8).reshape(values.shape)
+    return finite[nearest(E4M3_VALUES[finite], values)].astype(np.uint8)
 
 
 def fp8_blocks(weight: np.ndarray, block: tuple[int, int]):
@@ -195,7 +201,7 @@ def fp4_groups(weight: np.ndarray, group: int, scale_of):
     groups = weight.astype(np.float64).reshape(len(weight), -1, group)
     scales, factors = scale_of(np.abs(groups).max(axis=-1))
     wanted = groups / np.where(factors == 0, 1, factors)[..., None]
-    codes = np.abs(wanted[..., None] - E2M1_VALUES).argmin(axis=-1)
+    codes = nearest(E2M1_VALUES, wanted)
     meaning = (E2M1_VALUES[codes] * factors[..., None]).reshape(weight.shape)
     codes = codes.reshape(len(weight), -1, 2).astype(np.uint8)
     return codes[..., 0] | codes[..., 1] << 4, scales, meaning

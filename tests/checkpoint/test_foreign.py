@@ -29,7 +29,7 @@ def bits(array: mx.array) -> np.ndarray:
 
 
 def logits(directory: Path, **options) -> np.ndarray:
-    tokens = mx.array(np.random.default_rng(0).integers(0, 81, (2, 23)))
+    tokens = mx.array(np.random.default_rng(0).integers(0, 81, (2, 11)))
     with load_model(directory, **options) as model:
         result = np.array(model(tokens))
     assert np.isfinite(result).all()

@@ -289,8 +289,8 @@ def test_a_folder_with_several_models(model, tmp_path, capsys):
         err = capsys.readouterr().err
         size = f"{model.stat().st_size / 1e6:.1f} MB"
         assert f"3 GGUF models: meaning 0.0 MB, Q2_K 0.0 MB, Q8_0 {size}; choose" in err
-    assert main(["plan", str(tmp_path), "--gguf-file", "q8_0"]) == 0
-    assert main(["plan", f"{tmp_path}:Q8_0"]) == 0
+    assert main(["plan", str(tmp_path), "--gguf-file", "q8_0", "--ssd-gbps", "1"]) == 0
+    assert main(["plan", f"{tmp_path}:Q8_0", "--ssd-gbps", "1"]) == 0
     assert main(["plan", f"{tmp_path}:Q8_0", "--gguf-file", "q8_0"]) == 1
     assert "chooses 'Q8_0' already" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "m-Q8_0.gguf"), "--gguf-file", "q8_0"]) == 1
@@ -420,7 +420,7 @@ def test_a_repository_of_several_models(model, tmp_path):
     files |= {"m-Q8_0.gguf": model.read_bytes(), "README.md": b"#"}
     (tmp_path / "repository").mkdir()
     (tmp_path / "repository" / "config.json").write_text("{}")
-    plan = ["plan", "--memory", "8GB"]
+    plan = ["plan", "--memory", "8GB", "--ssd-gbps", "1"]
     with local_hub(tmp_path / "repository", files) as hub:
         several, remote, first, shard = run(
             ["org/tiny"], [*plan, "org/tiny:bf16"], ["org/tiny:Q8_0"],

@@ -481,7 +481,7 @@ def test_what_was_downloaded_is_found_without_a_connection(tmp_path, switched_of
         assert "org/tiny: 4 of 4 files to download" in first.stderr
         asked = {path for method, path in hub.requests if method == "GET"}
         assert not any(path.endswith(tuple(LEFT_OUT)) for path in asked)
-    commands = [generate, ["plan", "org/tiny", "--memory", "8GB"]]
+    commands = [generate, ["plan", "org/tiny", "--memory", "8GB", "--ssd-gbps", "1"]]
     began = time.monotonic()
     found = json.loads(run("-c", OFFLINE_PROGRAMS, json.dumps(commands), **switched_off).stdout)
     # The library's own repetitions for one file take 23 s.

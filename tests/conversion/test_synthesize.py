@@ -13,9 +13,17 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.shapes import SHAPES
 
+BITS = {"qwen3.5-tiny": 4, "qwen3-tiny": 2, "qwen3-next-tiny": 8}
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("like", ["qwen3.5-tiny", "qwen3-tiny", "qwen3-next-tiny"])
+
+@pytest.mark.parametrize(
+    ("like", "bits"),
+    [
+        pytest.param(like, bits, marks=[pytest.mark.slow] * (bits != usual))
+        for like, usual in BITS.items()
+        for bits in (2, 4, 8)
+    ],
+)
 def test_mlx_lm_loads_it_and_agrees(tmp_path, like, bits):
     from mlx_lm.utils import load_model as mlx_lm_load
 
