@@ -545,12 +545,12 @@ def test_policies_are_listed_and_selected_by_name(capsys):
     assert len(texts) == 1
 
 
-def test_convert_and_generate_from_it(tmp_path, capsys):
-    out, texts = tmp_path / "packed", []
-    done = run("convert", "--model", str(BUNDLED_MODEL), "--out", str(out), "--verify")
+def test_convert_and_generate_from_it(two_bundled_layers, tmp_path, capsys):
+    model, out, texts = str(two_bundled_layers), str(tmp_path / "packed"), []
+    done = run("convert", "--model", model, "--out", out, "--verify")
     assert done.returncode == 0, done.stderr
-    for model in ((), ("--model", str(out))):
-        assert main(["generate", "-m", "5", "--verbose", "F", *model]) == 0
+    for directory in (model, out):
+        assert main(["generate", "-m", "5", "--verbose", "F", "--model", directory]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != ""
 
@@ -614,7 +614,7 @@ def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
         ("serve --model org/not-downloaded --expert-memory 4", "4", "%"),
         ("generate --model org/not-downloaded --row-memory 64", "64", "%"),
         ("plan MODEL --memory 16", "16", "B"),
-        ("plan MODEL --memory 16GB --expert-memory 4.5", "4.5", "%"),
+        ("plan MODEL --memory 16GB --ssd-gbps 1 --expert-memory 4.5", "4.5", "%"),
         ("plan MODEL --machines 16GB,32 --link 2.5GB/s", "32", "B"),
         ("plan MODEL --machines 16GB,32GB --link 2.5", "2.5", "B"),
         ("tune --budgets 2GB 8", "8", "%"),

@@ -54,15 +54,16 @@ def test_version_policies_traces_and_plans_need_no_back_end(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "--eviction" in done.stdout
     trace = tmp_path / "run.trace"
-    arguments = ["--expert-memory", "25%", "-m", "8", "--trace", str(trace)]
+    arguments = ["--expert-memory", "25%", "-m", "4", "--trace", str(trace)]
     assert main(["generate", *arguments]) == 0
     done = run_without_mlx("trace", "replay", str(trace))
     assert done.returncode == 0, done.stderr
     assert "belady" in done.stdout
-    done = run_without_mlx("plan", str(BUNDLED_MODEL), "--memory", "16GB")
+    machine = ("--memory", "16GB", "--ssd-gbps", "1")
+    done = run_without_mlx("plan", str(BUNDLED_MODEL), *machine)
     assert done.returncode == 0, done.stderr
     assert "verdict  resident" in done.stdout
-    done = run_without_mlx("models", "--memory", "16GB")
+    done = run_without_mlx("models", *machine)
     assert done.returncode == 0, done.stderr
     assert "streams" in done.stdout
 

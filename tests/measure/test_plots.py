@@ -127,7 +127,7 @@ def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
     for file in files:
         image = Image.open(file)
         assert image.size == (1600, 900)
-        assert len(np.unique(np.asarray(image.convert("L")))) > 20
+        assert sum(count > 0 for count in image.convert("L").histogram()) > 20
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         plots.show(trace, tmp_path / "file")
@@ -152,9 +152,10 @@ def test_a_prompt_alone_has_no_times(tmp_path):
         plots.show(Trace(TraceInfo(2, 1, (0,), {0: 1})), tmp_path)
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_from_the_command_line(two_bundled_layers, tmp_path, capsys):
     file = tmp_path / "run.trace"
-    assert main(["generate", "-m", "5", "--expert-memory", "25%", "--trace", str(file)]) == 0
+    generate = ["generate", "--model", str(two_bundled_layers), "-m", "5"]
+    assert main([*generate, "--expert-memory", "25%", "--trace", str(file)]) == 0
     Profile(0.010, 0.001, (0.002,)).save(tmp_path / "p.json")
     capsys.readouterr()
     out = ["--out", str(tmp_path / "out"), "--profile", str(tmp_path / "p.json")]

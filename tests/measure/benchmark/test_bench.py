@@ -29,7 +29,7 @@ SMALL = {"contexts": (9,), "generation_tokens": 6, "trials": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def little_memory():
+def little_memory(nothing_is_collected):
     """What the bandwidth is measured on: whatever it is, no test here hangs on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(card, "MEMORY_BYTES", {"cpu": 4 << 20, "gpu": 4 << 20})
@@ -302,7 +302,7 @@ def test_synthetic_models_are_written_measured_and_kept(tmp_path, capsys):
         (["--compare", "mlx-lm", "--experts-per-token", "2"], "nothing to compare with"),
         (["--pipeline"], "--pipeline does not apply"),
         (["-qa"], "-qa does not apply"),
-        (["--expert-memory", "1kB", "-g", "2"], "smallest"),
+        (["--expert-memory", "1kB", "-p", "5", "-g", "2"], "smallest"),
     ],
 )
 def test_mistakes_are_one_line(arguments, words, capsys):

@@ -20,8 +20,10 @@ IDS = np.random.default_rng(0).integers(0, 1000, (2, 13)).astype(np.int32)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
-@pytest.fixture(params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def theirs(request, checkpoint):
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+def theirs(request, nothing_is_collected, checkpoint):
     side = MlxLm(checkpoint, prefill_step_size=None)
     side.model.set_dtype(DTYPES[request.param])
     yield request.param, TheirParts(side.model)
