@@ -3,13 +3,14 @@ its quotations and error messages exist."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib.util
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import NamedTuple
 
 import pytest
@@ -183,14 +184,21 @@ def test_every_operation_and_error_has_a_reference_entry():
             assert f"::: mlx_moeflux.errors.{name}\n" in listed, name
 
 
+def texts_of(constant: object) -> Iterator[str]:
+    """Yield the strings among the constants of compiled code, tuples and code within it."""
+    if isinstance(constant, str):
+        yield constant
+    inner = constant.co_consts if isinstance(constant, CodeType) else constant
+    if isinstance(inner, (tuple, frozenset)):
+        for one in inner:
+            yield from texts_of(one)
+
+
 def messages() -> str:
     """Return all string constants of the package; parts of f-strings stand alone."""
-    texts = []
-    for file in (ROOT / "mlx_moeflux").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    return "\0".join(texts)
+    files = (ROOT / "mlx_moeflux").rglob("*.py")
+    codes = (compile(f.read_text(encoding="utf-8"), f, "exec", dont_inherit=True) for f in files)
+    return "\0".join(text for code in codes for text in texts_of(code))
 
 
 def test_messages_of_the_list_of_errors_exist():

@@ -298,8 +298,8 @@ def test_a_norm_of_zeros(tmp_path, name):
     assert f"has zeros as '{name}'" in line_of(lambda: load_model(model))
 
 
-def test_scales_of_zeros(tmp_path):
-    model = convert(BUNDLED_MODEL, tmp_path / "model", layout="safetensors")
+def test_scales_of_zeros(two_bundled_layers, tmp_path):
+    model = convert(two_bundled_layers, tmp_path / "model", layout="safetensors")
     tensors = mx.load(str(model / "model.safetensors"))
     mx.eval(tensors)
     name = next(n for n in sorted(tensors) if n.endswith("self_attn.o_proj.scales"))

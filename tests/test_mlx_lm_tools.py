@@ -27,7 +27,7 @@ from tests.models.twins import GOLDEN
 from tests.test_mlx_lm_client import greedy, write_tokenizer
 
 mlx_lm = pytest.importorskip("mlx_lm")
-PROMPT, COUNT = "def f(x):", 5
+PROMPT, COUNT = "def f(", 5
 
 
 @pytest.fixture
@@ -55,21 +55,22 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(BUNDLED_MODEL)
+def tokenizer(two_bundled_layers):
+    return load_tokenizer(two_bundled_layers)
 
 
 @pytest.fixture(scope="module")
-def continuation(tokenizer):
+def continuation(two_bundled_layers, tokenizer):
     """Ids that follow a text, greedily."""
-    with load_model(BUNDLED_MODEL) as model:
+    with load_model(two_bundled_layers) as model:
         yield lambda text, count: greedy(model, tokenizer.encode(text), count, None)
 
 
-def generated(run, *args):
+@pytest.fixture
+def generated(run, two_bundled_layers):
     """Return the reply that mlx_lm.generate prints."""
-    options = ["--model", BUNDLED_MODEL, "--ignore-chat-template", "--verbose", "F"]
-    return run("generate", *options, *args).removesuffix("\n")
+    options = ["--model", two_bundled_layers, "--ignore-chat-template", "--verbose", "F"]
+    return lambda *args: run("generate", *options, *args).removesuffix("\n")
 
 
 def shown(tokenizer, ids):
@@ -84,32 +85,40 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", ["sampling", pytest.param("cache", marks=pytest.mark.slow)])
-def test_generate(register, run, tokenizer, continuation, flags):
+def test_generate(register, generated, tokenizer, continuation, flags):
     register(expert_memory="25%")
-    got = generated(run, "--prompt", PROMPT, "--max-tokens", COUNT, *FLAGS[flags])
+    got = generated("--prompt", PROMPT, "--max-tokens", COUNT, *FLAGS[flags])
     ids = continuation(PROMPT, COUNT)
     assert got == shown(tokenizer, ids)
     assert len(set(ids)) > 2
 
 
-def test_generate_ends_at_an_extra_token(register, run, tokenizer, continuation):
+def test_generate_ends_at_an_extra_token(register, generated, tokenizer, continuation):
     register(expert_memory="50%")
     ids = continuation(PROMPT, COUNT)
     end = tokenizer.convert_ids_to_tokens(ids[3])
     assert ids[3] not in ids[:3]
-    got = generated(run, "--prompt", PROMPT, "--max-tokens", COUNT, "--extra-eos-token", end)
+    got = generated("--prompt", PROMPT, "--max-tokens", COUNT, "--extra-eos-token", end)
     assert got == shown(tokenizer, ids[:3])
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"kv_bits": 8}])
-def test_a_cached_prompt_is_continued(register, run, tokenizer, continuation, options, tmp_path):
+def test_a_cached_prompt_is_continued(
+    two_bundled_layers, register, run, generated, tokenizer, continuation, options, tmp_path
+):
     register(expert_memory="50%", **options)
     file, rest = tmp_path / "prompt.safetensors", " return"
     cached = run(
-        "cache_prompt", "--model", BUNDLED_MODEL, "--prompt", PROMPT, "--prompt-cache-file", file
+        "cache_prompt",
+        "--model",
+        two_bundled_layers,
+        "--prompt",
+        PROMPT,
+        "--prompt-cache-file",
+        file,
     )
     assert f"Processed {len(tokenizer.encode(PROMPT)):6d} tokens" in cached
-    got = generated(run, "--prompt", rest, "--max-tokens", COUNT, "--prompt-cache-file", file)
+    got = generated("--prompt", rest, "--max-tokens", COUNT, "--prompt-cache-file", file)
     assert tokenizer.encode(PROMPT) + tokenizer.encode(rest) == tokenizer.encode(PROMPT + rest)
     assert got == shown(tokenizer, continuation(PROMPT + rest, COUNT))
 
@@ -123,11 +132,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_a_flag_without_effect_is_refused(register, run, flag):
+def test_a_flag_without_effect_is_refused(register, generated, flag):
     register(expert_memory="50%")
     kind, message = REFUSED[flag]
     with pytest.raises(kind, match=message):
-        generated(run, "--prompt", PROMPT, flag)
+        generated("--prompt", PROMPT, flag)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +150,15 @@ def test_a_flag_without_effect_is_refused(register, run, flag):
         ({"eos_token_id": 3}, "eos_token_id"),
     ],
 )
-def test_only_what_changes_the_config_is_refused(register, given, key):
+def test_only_what_changes_the_config_is_refused(two_bundled_layers, register, given, key):
     register(expert_memory="50%")
     if key is None:
-        model, _ = mlx_lm.load(str(BUNDLED_MODEL), model_config=given)
+        model, _ = mlx_lm.load(str(two_bundled_layers), model_config=given)
         assert not model.plan.resident
         model.close()
     else:
         with pytest.raises(UnsupportedError, match=f"{key}=.* would override config.json"):
-            mlx_lm.load(str(BUNDLED_MODEL), model_config=given)
+            mlx_lm.load(str(two_bundled_layers), model_config=given)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +191,12 @@ def test_a_draft_changes_no_token(name, tmp_path):
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_benchmark_computes_every_token(register, run, batch):
+def test_benchmark_computes_every_token(two_bundled_layers, register, run, batch):
     heard = []
     register(expert_memory="50%", events=lambda e: heard.append(e) if e.layer == 0 else None)
     sizes = {"-p": 5, "-g": 2, "-n": 1, "-b": batch}
     printed = run(
-        "benchmark", "--model", BUNDLED_MODEL, *(x for pair in sizes.items() for x in pair)
+        "benchmark", "--model", two_bundled_layers, *(x for pair in sizes.items() for x in pair)
     )
     trials = re.findall(r"(Trial \d|Averages): +prompt_tps=(.*?), generation_tps=(.*?),", printed)
     assert [name for name, *_ in trials] == ["Trial 1", "Averages"]
@@ -363,12 +372,12 @@ def log_probability(model, ids, first):
 
 
 @pytest.mark.parametrize("memory", [pytest.param("100%", marks=pytest.mark.slow), "25%"])
-def test_evaluate(register, evaluation, tokenizer, continuation, memory):
+def test_evaluate(two_bundled_layers, register, evaluation, tokenizer, continuation, memory):
     register(expert_memory=memory)
-    harness = evaluation.MLXLM(str(BUNDLED_MODEL), batch_size=2, max_tokens=COUNT)
+    harness = evaluation.MLXLM(str(two_bundled_layers), batch_size=2, max_tokens=COUNT)
     pairs = [("import", " os"), ("import", " sys"), ("return", " self")]
     texts = ["def f(self):", "import os"]
-    with load_model(BUNDLED_MODEL) as model:
+    with load_model(two_bundled_layers) as model:
         expected = [
             log_probability(model, tokenizer.encode(a + b), len(tokenizer.encode(a)))
             for a, b in pairs
