@@ -284,9 +284,9 @@ def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate
             q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate,
             sinks=sinks,
         )  # fmt: skip
-    apart = k.shape[0] == 1 < q.shape[0] and isinstance(length, mx.array)
-    if apart:
-        q, length = q.swapaxes(0, 2), length[-1:]
+    apart = False
+    if k.shape[0] == 1 < q.shape[0] and isinstance(length, mx.array):
+        apart, q, length = True, q.swapaxes(0, 2), length[-1:]
         gate = None if gate is None else gate.swapaxes(0, 1)
     call = Call(
         "sdpa", q.shape, k.shape, v.shape, None if gate is None else gate.shape[-1], q.dtype,
