@@ -378,6 +378,6 @@ EQUIVALENT = {
         "head_vecmat: swapped arguments 1 and 2 of metal::fma (3)": PRODUCT,
     },
     "matvec.metal": {
-        "head_matvec: swapped parameters 11 and 12 of norm_matvec": "both are 0",
+        "head_matvec: swapped parameters 12 and 13 of norm_matvec": "both are 0",
     },
 }

@@ -402,7 +402,7 @@ MANY = [
 ]
 STEP = "both sides are multiples of the step"
 SHARE = "a larger share: the last simdgroups have none"
-PRODUCT, ZEROS, COUNT = "a product", "both are 0", "the count is no larger"
+PRODUCT, ZEROS = "a product", "both are 0"
 EQUIVALENT = {
     "expert_tiles.metal": {
         "list_pairs: off by one < -> <= (5)": "one more step finds nobody",
@@ -463,13 +463,11 @@ EQUIVALENT = {
         "take_dealt: off by one < -> + 1 < (3)": STEP,
     },
     "matvec.metal": {
-        "rows_of: off by one < -> <=": PAST,
-        "rows_of: off by one < -> <= (7)": PAST,
-        "rows_of: off by one < -> + 1 < (6)": STEP,
+        "rows_of: off by one < -> <= (2)": PAST,
+        "rows_of: off by one < -> + 1 < (8)": STEP,
         "rows_of: swapped parameters 2 and 3 of share": PRODUCT,
-        "norm_matvec: off by one < -> <=": COUNT,
-        "add_shared: off by one < -> <=": COUNT,
-        "shared_product: off by one < -> <=": COUNT,
+        "inverse_norms: off by one < -> <=": PAST,
+        "inverse_norms: off by one < -> <= (2)": PAST,
         "norm_row: off by one < -> + 1 < (3)": STEP,
         "norm_row: swapped parameters 2 and 3 of share": PRODUCT,
         "norm_row: swapped parameters 3 and 4 of take_columns": "Metal's factors are 1",
