@@ -144,6 +144,11 @@ class Attended:
             own = {name: array[r : r + 1] for name, array in own.items()}
             yield sdpa_fused(q[r : r + 1], *others, **self.options | own)
 
+    def case_of_bits(self, name):
+        """Rows together against a call each."""
+        apart = lambda: [float64(mx.concatenate(list(self.one_by_one())))]  # noqa: E731
+        return Case(name, lambda: [sdpa_fused(*self.arrays, **self.options)], apart, 0.0)
+
     def case(self, name, **patches):
         return Case(name, lambda: [sdpa_fused(*self.arrays, **self.options)], lambda: [self.truth],
                     lambda: self.limit, within=lambda: constants(**patches))  # fmt: skip
@@ -269,6 +274,7 @@ CASES = {
         latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75),
         latent("whole tiles, a simdgroup with less", F16, 1, 32, 1, 80, 128, 32, 75),
         APART[1].case("rows apart, shared out in two ways"),
+        APART[1].case_of_bits("rows apart, shared out in two ways, bits"),
     ],
     "attend_combine": [
         Attended(BF16, 1, 2, 2, 1, 300, 32, 32, 280).case("parts without keys"),
@@ -314,12 +320,14 @@ EQUIVALENT = {
     "attention_shared.metal": {
         "attend_shared: off by one < -> <=": "rows past the end are not written",
         "attend_shared: off by one < -> <= (2)": "queries are loaded that no product takes",
-        "attend_shared: off by one < -> + 1 < (4)": PACKS,
-        "attend_shared: off by one < -> + 1 < (3)": PACKS,
+        "attend_shared: off by one < -> <= (4)": "the next tokens write the row again",
+        "attend_shared: off by one < -> <= (14)": "the next tokens write the row again",
+        "attend_shared: off by one < -> + 1 < (5)": PACKS,
+        "attend_shared: off by one < -> + 1 < (6)": PACKS,
         "attend_shared: off by one <= -> <": "queries are staged that could be read where they are",
-        "attend_shared: off by one < -> <= (5)": "a tile without keys adds nothing",
-        "attend_shared: off by one < -> <= (9)": STAGED,
-        "attend_shared: off by one < -> <= (10)": STAGED,
+        "attend_shared: off by one < -> <= (7)": "a tile without keys adds nothing",
+        "attend_shared: off by one < -> <= (11)": STAGED,
+        "attend_shared: off by one < -> <= (12)": STAGED,
     },
 }
 
