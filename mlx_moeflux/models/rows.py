@@ -1,8 +1,8 @@
 """Several rows of one sequence in the form of a batch: R sequences of one token with one state.
 
-What knows no state takes all rows at once, as it takes a batch, through
-:mod:`mlx_moeflux.kernels.rows`, and so does attention to keys and values whose buffer takes all
-rows. Else the part of a mixer that reads or writes the state is called row after row.
+Layers without a state compute all rows in one call, as they compute a batch, through
+:mod:`mlx_moeflux.kernels.rows`. Attention does so too where the entry appends all rows in one call.
+Elsewhere the part of a mixer that reads or writes the state is called row after row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mlx_moeflux.kernels.runtime import device
 
 class RowsEntry:
     """Entry of one sequence, or its traced stand-in, as layers see it while they read rows at
-    `positions`, int32 ``[R]``. lengths: The keys that each row sees, int32 ``[R]``, if `entry`
-    takes all rows at once; else None."""
+    `positions`, int32 ``[R]``. lengths: How many keys each row sees, int32 ``[R]``, if `entry`
+    appends all rows in one call; else None."""
 
     def __init__(self, entry: Any, positions: mx.array, lengths: mx.array | None = None):
         self.entry, self.count, self._positions = entry, positions.size, positions

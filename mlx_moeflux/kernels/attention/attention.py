@@ -153,7 +153,7 @@ def causal_sdpa(
         if length is None:
             raise ShapeError("sdpa: a tail needs the length.")
         k, v = (joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
-    if k.shape[0] < q.shape[0]:
+    if k.shape[0] == 1 < q.shape[0] and isinstance(length, mx.array):
         k, v = (mx.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (k, v))
     if isinstance(length, int) and length < k.shape[2]:
         k, v = k[:, :, :length], v[:, :, :length]

@@ -484,6 +484,13 @@ def test_the_reference_takes_rows_of_a_sequence():
     assert error(causal_sdpa(q, *others, **call.options | clean), call.truth) <= 2 * call.limit
 
 
+@pytest.mark.parametrize("attend", [causal_sdpa, sdpa_fused])
+def test_keys_of_one_sequence_are_not_shared_by_several(attend):
+    q, k, v = Attended(F32, 1, 4, 2, 1, 64, 32, 32, 40, causal=False).clean
+    with emulated(), pytest.raises((ValueError, ShapeError)):
+        mx.eval(attend(mx.concatenate([q, q]), k, v, scale=1.0, mask=None, length=40))
+
+
 def test_the_reference_reads_the_tail():
     for dtype, length, rows in ((F32, 65, 64), (F32, 96, 32), (F32, 31, 16)):
         call = Attended(dtype, 2, 4, 2, 1, 128, 32, 64, length, causal=False).with_tail(rows)
