@@ -18,7 +18,7 @@ from tests.kernels.metal import cuda, lint
 # On Metal MLX builds and hashes the text at each call that it does not trace (4 KB: some 2 us); on
 # NVIDIA it lies in files. The longest is two launches in one: it reads experts in blocks, and adds
 # the shared one. But matrices that one launch multiplies may all be stored in different ways.
-MOST_BYTES, MOST_BYTES_MIXED = 17_000, 25_500
+MOST_BYTES, MOST_BYTES_MIXED = 17_000, 26_500
 FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).rglob("*.metal"))
 NAMES = sorted(kernels())
 # Of kernels that one function writes for each number of matrices and results, by default these.
