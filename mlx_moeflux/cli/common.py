@@ -213,10 +213,10 @@ def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
 
 def leads() -> bool:
     """Return True on the rank of ``mlx.launch`` that talks to the user, rank 0."""
-    import mlx.core as mx
+    from mlx_moeflux.distributed.ranks import start_group
 
     try:
-        return mx.distributed.init(strict=True).rank() == 0
+        return start_group().rank() == 0
     except (RuntimeError, ValueError) as error:
         raise DistributedError(f"{error}; start --distributed with mlx.launch.") from error
 

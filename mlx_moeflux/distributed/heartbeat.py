@@ -8,7 +8,7 @@ for so long, a connection of the ring is cut. Each other rank then writes one li
 status 1; nothing is retried.
 
 Lines: ``hello TOKEN RANK`` (to rank 0, once), ``beat N`` (N is odd inside a collective, and grows),
-``end`` (the rank needs no collective any more), ``lost REASON``, ``call`` (rank 0 begins what
+``end`` (the rank needs no collective any more), ``lost REASON``, ``call TEXT`` (rank 0 begins what
 others wait for outside collectives, in which MLX would keep a core busy).
 """
 
@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ from mlx_moeflux.errors import DistributedError
 BEAT_SECONDS, LIMIT_SECONDS = 1.0, 5.0
 # A longer line is no line of ours.
 MOST_BYTES = 4096
+# Of :meth:`Heartbeat.call`: many fit in the buffers of a connection.
+MOST_TEXT = 1024
 ADVICE = "end all ranks and start them again"
 
 
@@ -95,7 +98,7 @@ class Heartbeat:
         self._expected_at = inf
         self._last_line = ""
         self._outgoing: deque[str] = deque()
-        self._calls = threading.Semaphore(0)
+        self._calls: SimpleQueue[str | None] = SimpleQueue()
         self._closing = False
         self._ended: set[int] = set()
         self._listener: socket.socket | None = None
@@ -164,16 +167,16 @@ class Heartbeat:
         finally:
             self._count += 1
 
-    def call(self) -> None:
-        """Let :meth:`called` return on the others. On rank 0."""
-        self._outgoing.append("call")
+    def call(self, text: str) -> None:
+        """Let :meth:`called` return `text`, of one line and at most MOST_TEXT bytes, on the others.
+        On rank 0."""
+        self._outgoing.append(f"call {text}")
         with contextlib.suppress(OSError):
             self._wake.send(b"\n")
 
-    def called(self) -> bool:
-        """Wait for rank 0's next :meth:`call`; return False if it has ended."""
-        self._calls.acquire()
-        return 0 not in self._ended
+    def called(self) -> str | None:
+        """Wait for rank 0's next :meth:`call` and return its text; None if it has ended."""
+        return self._calls.get()
 
     def name_the_lost(self) -> None:
         """Give the thread time to name the lost rank and end, after a collective failed."""
@@ -237,7 +240,8 @@ class Heartbeat:
                 self._lose(f"rank {peer.rank} is lost: its connection closed; {ADVICE}.")
             return
         peer.last_seen = monotonic()
-        *lines, peer.unread = (peer.unread + data)[-MOST_BYTES:].split(b"\n")
+        *lines, rest = (peer.unread + data).split(b"\n")
+        peer.unread = rest[-MOST_BYTES:]
         for line in lines:
             if peer in self._peers:
                 self._read(peer, line.decode(errors="replace"))
@@ -255,10 +259,10 @@ class Heartbeat:
             if int(rest) != peer.count:
                 peer.count, peer.changed = int(rest), monotonic()
         elif word == "call":
-            self._calls.release()
+            self._calls.put(rest)
         elif word == "end":
             self._ended.add(peer.rank)
-            self._calls.release()
+            self._calls.put(None)
             self._drop(peer)
         elif word == "lost":
             self._lose(rest, notified=peer)

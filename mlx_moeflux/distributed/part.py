@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,43 +15,22 @@ import mlx.core as mx
 from mlx_moeflux._version import __version__
 from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs
-from mlx_moeflux.distributed.placement import Placement, Places, make_placement, placed
+from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
-from mlx_moeflux.distributed.store import DistributedStore, PairMix
+from mlx_moeflux.distributed.store import DistributedStore
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.streaming.store import StreamedStore
-from mlx_moeflux.experts.telemetry.events import EventHook
 
 Experts = Mapping[int, Mapping[str, ExpertRefs]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The experts of one rank. mix: The operation with which its local store computes them."""
+    """The experts of one rank."""
 
     ranks: Ranks
     places: Places
-    mix: PairMix
-
-    @classmethod
-    def of(
-        cls,
-        ranks: Ranks,
-        placement: str | Placement,
-        *,
-        layers: Iterable[int],
-        num_experts: int,
-        mix: ExpertMix,
-    ) -> Part:
-        """Place the experts of these MoE layers on the ranks.
-
-        Raises:
-            InputError: The placement cannot be used.
-        """
-        places = placed(make_placement(placement), sorted(layers), num_experts, ranks.size)
-        return cls(ranks, places, PairMix(mix))
 
     @property
     def num_experts(self) -> int:
@@ -64,7 +44,7 @@ class Part:
             InputError: The checkpoint is the part of another rank or placement.
         """
         found = {}
-        for layer, components in experts.items():
+        for layer, parts in experts.items():
             own = self.places.held(layer, self.ranks.rank)
             there = checkpoint.held.get(layer, range(self.places.num_experts))
             if missing := sorted(set(own).difference(there)):
@@ -73,12 +53,10 @@ class Part:
                     f"placement gives rank {self.ranks.rank}; convert with the same placement."
                 )
             chosen = [there.index(e) for e in own]
-            if isinstance(components, Blocks):
-                found[layer] = components.take(chosen)
+            if isinstance(parts, Blocks):
+                found[layer] = parts.take(chosen)
             else:
-                found[layer] = {
-                    name: [refs[e] for e in chosen] for name, refs in components.items()
-                }
+                found[layer] = {name: [refs[e] for e in chosen] for name, refs in parts.items()}
         return found
 
     def identified(self, experts: Experts, checkpoint: Checkpoint) -> Experts:
@@ -95,32 +73,15 @@ class Part:
             return experts
         found: dict[int, Blocks] = {}
         for layer in experts:
-            known: dict[str, int] = {}
-            for _, theirs in parts:
-                known |= theirs.get(str(layer), {})
+            known = ChainMap(*(theirs.get(str(layer), {}) for _, theirs in parts))
             found[layer] = Blocks()
             found[layer].checksums = tuple(known[e] for e in sorted(known, key=int))
         return found
 
-    def store(
-        self,
-        local: StreamedStore | ResidentStore,
-        *,
-        events: EventHook | None,
-        exact_prompts: bool,
-    ) -> DistributedStore:
+    def store(self, local: StreamedStore | ResidentStore, exact_prompts: bool) -> DistributedStore:
         """Return the store of all experts, of which `local` has those of this rank."""
-        kinds = self.ranks.gather(device_kind())
-        store = DistributedStore(
-            local,
-            self.ranks,
-            self.places,
-            mix=self.mix,
-            exact_prompts=exact_prompts,
-            one_kind=len(set(kinds)) == 1,
-        )
-        store.events = events
-        return store
+        options = {"exact_prompts": exact_prompts, "one_kind": self.ranks.same(device_kind())}
+        return DistributedStore(local, self.ranks, self.places, **options)
 
     def agree(self, model: Any, *, exact_prompts: bool) -> None:
         """Compare versions, weights, placement and choices of kernels with the other ranks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -177,7 +177,7 @@ def shard_of(
     placement = make_placement(policy)
 
     def held(layers: Sequence[int], num_experts: int) -> dict[int, tuple[int, ...]]:
-        places = placed(placement, layers, num_experts, ranks)
+        places = make_places(placement, layers, num_experts, ranks)
         return {layer: places.held(layer, rank) for layer in layers}
 
     return held
@@ -202,13 +202,16 @@ def parse_memory(amounts: str) -> list[int]:
     return [amount for amount in parsed if amount is not None]
 
 
-def placed(policy: Placement, layers: Iterable[int], num_experts: int, ranks: int) -> Places:
-    """Let `policy` place the experts, and check its answer.
+def make_places(
+    placement: str | Placement, layers: Sequence[int], num_experts: int, ranks: int
+) -> Places:
+    """Let a placement place the experts of these MoE layers, and check its answer.
 
     Raises:
-        InputError: An expert has no rank, or a rank has another number of experts in some layer.
+        InputError: There is no such placement, an expert has no rank, or a rank has another number
+            of experts in some layer.
     """
-    layers = tuple(layers)
+    policy = make_placement(placement)
     answer = policy.place(layers, num_experts, ranks)
     rank_of = {layer: tuple(map(int, answer[layer])) for layer in layers}
     counts: tuple[int, ...] | None = None

@@ -3,36 +3,31 @@
 Every rank runs the trunk, holds the experts that the placement gives it in an ordinary store, and
 computes the (token, expert) pairs of a call that need them. One collective brings the pairs
 together: each rank fills its own of ``[N, K, C]`` float32 and -0.0 elsewhere, so the sum is exact
-in any order. The routine of every store then weights and adds them in ascending ids, and the result
-has the bits of one process.
+in any order. Pairs are weighted before and added in ascending ids after, as in every store, and the
+result has the bits of one process.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+import functools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
-from mlx_moeflux.errors import DistributedError
-from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
-from mlx_moeflux.experts.io.readers import Reader
-from mlx_moeflux.experts.policies.eviction import Eviction
-from mlx_moeflux.experts.policies.prefetch import Prefetch
+from mlx_moeflux.experts.compute import by_pair, check_call, check_ids, from_whole_bank, indices
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.experts.store import ExpertStore, Streaming
-from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.experts.store import ExpertStore, Steps, Streaming
+from mlx_moeflux.experts.streaming.store import Call, StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
-from mlx_moeflux.kernels.operation import Implementation
-from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT
 
 # What one collective sends at most; a slow link takes a second or two for it.
 EXCHANGE_BYTES = 64 << 20
@@ -49,45 +44,23 @@ def own_columns(local: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(local, axis=1, kind="stable")[:, : min(local.shape[1], count)]
 
 
-class PairMix:
-    """The operation ``expert_mix`` for calls that have one row for each pair. It takes the
-    implementation that one process takes for the whole call.
-
-    tokens, K: Of the whole call; set before each call of the local store.
-    """
-
-    def __init__(self, mix: ExpertMix):
-        self._mix = mix
-        self.tokens, self.K = 1, 1
-
-    def __call__(self, *args: Any, **options: Any) -> mx.array:
-        return self._mix(*args, **options)
-
-    def implementation(
-        self, x: mx.array, slots: object, weights: mx.array, bank: ExpertBank
-    ) -> Implementation:
-        """Return the implementation for a call with K experts a token."""
-        whole = mx.zeros((self.tokens, x.shape[1]), x.dtype)
-        weights = mx.zeros((self.tokens, self.K), weights.dtype)
-        return self._mix.implementation(whole, slots, weights, bank)
-
-
 class DistributedStore(ExpertStore):
     """A store whose experts are on several ranks. See
     :class:`~mlx_moeflux.experts.store.ExpertStore`.
 
-    local: The store of this rank's experts, which are numbered from 0 in ascending ids and computed
-    by `mix`; closed with this one. exact_prompts: Calls of more than EXACT_TOKENS tokens have the
-    bits of one process too, and send K times as much. Otherwise each rank adds its own experts
-    first, which changes the order of K float32 additions. one_kind: All ranks have the same kind of
-    device, so that they choose the same experts; otherwise rank 0's choice is sent to the others.
+    local: The store of this rank's experts, which are numbered from 0 in ascending ids; closed with
+    this one. exact_prompts: Calls of more than EXACT_TOKENS tokens have the bits of one process
+    too, and send K times as much. Otherwise each rank adds its own experts first, which changes the
+    order of K float32 additions. one_kind: All ranks have the same kind of device, so that they
+    choose the same experts; otherwise rank 0's choice is sent to the others.
 
     Ids, slots and events of this rank's experts have the numbers of the whole model. Slots, bytes
     and statistics are those of this rank.
 
     Every rank makes the same calls. After an error in one of them, the others end.
 
-    Evaluates: every call.
+    Evaluates: on the CPU every call. Elsewhere nothing while the layer holds every expert of this
+    rank and there is no listener, else what the local store does.
     """
 
     ranks: Ranks
@@ -98,21 +71,27 @@ class DistributedStore(ExpertStore):
         ranks: Ranks,
         places: Places,
         *,
-        mix: PairMix,
         exact_prompts: bool = False,
         one_kind: bool = True,
     ):
         self.local, self.ranks, self.places = local, ranks, places
         self.exact_prompts, self.one_kind = exact_prompts, one_kind
         self.layers, self.num_experts = tuple(local.layers), places.num_experts
-        self._mix = mix
+        assert local.direct is not None, "experts() of both classes are their own"
+        self._direct, self.compute = local.direct, local.expert_compute
+        self.count_held = places.counts[ranks.rank]
+        self.by_pair = functools.partial(by_pair, absent=self.count_held)
         self._events: EventHook | None = None
-        self._local_ids = {i: places.local_ids(i, ranks.rank) for i in self.layers}
+        # Expert -> its number in this rank's, that of its experts for those of others.
+        self.local_ids = {i: places.local_ids(i, ranks.rank) for i in self.layers}
+        # The same on the device.
+        self._tables = {i: indices(table) for i, table in self.local_ids.items()}
+        mx.eval(self._tables)
         self._held = {i: places.held(i, ranks.rank) for i in self.layers}
-        self._tokens = dict.fromkeys(self.layers, 0)
         if local.streaming is not None:
-            self.streaming = RankSlots(local.streaming, self._held)
-        self.rest = local.rest
+            self.streaming = cast(Streaming, RankSlots(local.streaming, self._held))
+        self._turns = RankSteps(self, local) if isinstance(local, StreamedStore) else None
+        self.rest, self.block_bytes = local.rest, local.block_bytes
 
     def experts(
         self,
@@ -126,122 +105,90 @@ class DistributedStore(ExpertStore):
         """See :meth:`ExpertStore.experts`.
 
         Raises:
-            DistributedError: The ranks have chosen different experts, or a collective failed.
+            DistributedError: A collective failed.
         """
         check_call(layer, x, ids, weights)
-        alone = nullcontext() if self.streaming is None else self.streaming.exclusive()
-        with self.ranks.reporting(), alone:
+        with self.ranks.reporting():
             if not self.one_kind:
                 ids, weights = self.ranks.from_first(ids, weights)
-            mx.eval(x, ids, weights, ahead)
-            host = np.array(ids)
-            check_ids(layer, host, self.num_experts)
             if self._events is not None:
-                self._events(Chosen(layer, self._tokens[layer], host, np.array(weights)))
-            options: dict[str, Any] = {}
-            if ahead is not None and self.local.looks_ahead:
-                options["ahead"] = self._local_guess(layer, ahead)
-            local = self._local_ids[layer][host]
-            order = own_columns(local, self.places.counts[self.ranks.rank])
-            own = np.take_along_axis(local, order, axis=1)
-            self._mix.tokens, self._mix.K = host.shape
-            if len(host) <= EXACT_TOKENS or self.exact_prompts:
-                y = self._by_pair(layer, x, host, weights, own, order, options)
+                tokens = self.local.stats().layers[layer].tokens
+                host = self.read(layer, ids, weights)
+                self._events(Chosen(layer, tokens, host, np.array(weights)))
+            pairs = self.exact_prompts or len(ids) <= EXACT_TOKENS
+            complete = self._direct.whole(layer)
+            if complete is not None:
+                self._direct.count(len(ids), layer)
+                self.ranks.hash_choice(ids, begins=layer == self.layers[0])
+                local = self._tables[layer][ids]
+                own = self.from_bank(x, local, weights, *complete, pairs=pairs)
+            elif self._turns is not None:
+                with self._turns.exclusive():
+                    call = self._turns.begin_load(layer, ids, weights, ahead=ahead)
+                    own = self._turns.compute(call, x, weights, pairs=pairs)
             else:
-                chosen = mx.take_along_axis(weights, indices(order), axis=1)
-                part = self.local.experts(layer, x, indices(own), chosen)
-                y = self._exchanged(layer, host, part)
-            self._tokens[layer] += len(host)
-            return y
+                own = self.local.experts(layer, x, ids, weights)  # raises: it is closed
+            return self.exchanged(own, ids.shape[1] if pairs else 1)
 
-    def _by_pair(
+    def exchanged(self, own: mx.array, K: int) -> mx.array:
+        """Return the sum ``[N, C]`` over the ranks and K of `own` ``[N * K, C]``, float32."""
+        own = own.reshape(-1, K, own.shape[1])
+        step, totals = max(1, EXCHANGE_BYTES // own[0].nbytes), []
+        for start in range(0, len(own), step):
+            total = self.ranks.sum(own[start : start + step])
+            totals.append(functools.reduce(operator.add, (total[:, k] for k in range(K))))
+        return totals[0] if len(totals) == 1 else mx.concatenate(totals)
+
+    def from_bank(
         self,
-        layer: int,
         x: mx.array,
-        ids: np.ndarray,
+        local: mx.array,
         weights: mx.array,
-        own: np.ndarray,
-        order: np.ndarray,
-        options: dict[str, Any],
+        bank: ExpertBank,
+        table: mx.array | None = None,
+        *,
+        pairs: bool = True,
     ) -> mx.array:
-        """Return the sum ``[N, C]``; outputs of pairs are exchanged. own: This rank's experts in
-        its numbers, ``[N, R]``; order: Their columns in `ids`."""
-        (N, K), C = ids.shape, x.shape[1]
-        token, column = np.nonzero(own < self.places.counts[self.ranks.rank])
-        pairs = self._pairs(layer, x, own, token, column, options)  # [P, C]
-        grid = np.full((N, K), len(token))
-        grid[token, order[token, column]] = np.arange(len(token))
-        pairs = mx.concatenate([pairs, mx.full((1, C), -0.0, mx.float32)])
-        if (ids == self.num_experts).any():
-            weights = mx.where(indices(ids) < self.num_experts, weights, 0.0)
-        step = max(1, EXCHANGE_BYTES // (4 * K * C))
-        totals = []
-        for start in range(0, N, step):
-            some = slice(start, start + step)
-            whole = self._exchanged(layer, ids, pairs[indices(grid[some])])  # [n, K, C]
-            totals.append(accumulate_experts(whole, weights[some]))
-        y = totals[0] if len(totals) == 1 else mx.concatenate(totals)
-        mx.eval(y)
-        return y
+        """Return the outputs of all pairs ``[N * K, C]``, or this rank's sums ``[N, C]``; lazy.
+        local, table: As `ids` and `table` of
+        :func:`~mlx_moeflux.experts.compute.from_whole_bank`, in this rank's numbers."""
+        call = x, local, weights, bank, self.compute
+        return from_whole_bank(*(self.by_pair(*call) if pairs else call), table=table)
 
-    def _pairs(
-        self,
-        layer: int,
-        x: mx.array,
-        own: np.ndarray,
-        token: np.ndarray,
-        column: np.ndarray,
-        options: dict[str, Any],
-    ) -> mx.array:
-        """Return the outputs ``[P, C]`` float32 of the pairs at `token` and `column` of `own`.
+    def read(self, layer: int, ids: mx.array, *others: mx.array) -> np.ndarray:
+        """Return the ids on the host, in one evaluation with `others`."""
+        self.ranks.read(ids, *others, brief=len(ids) <= EXACT_TOKENS)
+        host = np.array(ids)
+        check_ids(layer, host, self.num_experts)
+        return host
 
-        Policies see a call of N tokens; it is computed as one of P tokens with one expert each.
-        Kernels split the work on an expert by the columns that they are given, so there are K.
-        """
-        local, width = self.local, 1 if device.kind() == "cpu" else self._mix.K
-        flat = np.full((len(token), width), self.places.counts[self.ranks.rank], np.uint32)
-        flat[:, 0] = own[token, column]
-        rows, ones = x[indices(token)], mx.ones(flat.shape, mx.float32)
-        y = mx.zeros((0, x.shape[1]), mx.float32)
-        if not isinstance(local, StreamedStore):
-            local.count(len(own) - len(token), layer)
-            return local.experts(layer, rows, mx.array(flat), ones) if len(token) else y
-        call = local.begin_load(layer, indices(own), ones, **options)
-        local.wait(call)
-        if len(token):
-            host = None if call.host is None else flat
-            pairs = dataclasses.replace(call, ids=mx.array(flat), host=host)
-            y = local.compute(pairs, rows, ones)
-        local.release_after(call, y)
-        return y
+    @property
+    def direct(self) -> DistributedStore:
+        """This store, whose calls a trace may stand for."""
+        return self
 
-    def _exchanged(self, layer: int, ids: np.ndarray, part: mx.array) -> mx.array:
-        """Return the sum of `part`, float32, over the ranks, some rows at a time. They send a hash
-        of the ids with it."""
-        step = max(1, EXCHANGE_BYTES // (part.nbytes // len(part)))
-        if len(part) > step:
-            parts = [part[i : i + step] for i in range(0, len(part), step)]
-            return mx.concatenate([self._exchanged(layer, ids, one) for one in parts])
-        ranks = self.ranks
-        mark = zlib.crc32(ids.tobytes(), layer)
-        marks = np.zeros((ranks.size, 2), np.float32)
-        marks[ranks.rank] = mark >> 16, mark & 0xFFFF  # whole numbers that float32 has
-        flat = mx.concatenate([part.reshape(-1), mx.array(marks.reshape(-1))])
-        device.settle()
-        total = ranks.sum(flat)
-        found = np.array(total[part.size :]).reshape(marks.shape)
-        for rank, theirs in enumerate(found):
-            if not np.array_equal(theirs, found[0]):
-                raise DistributedError(
-                    f"rank {rank} chose other experts than rank 0 in layer {layer}; the ranks "
-                    "differ in hardware, software or prompts: start all with the same."
-                )
-        return total[: part.size].reshape(part.shape)
+    @property
+    def stays_on_device(self) -> bool:
+        """See :attr:`~mlx_moeflux.experts.store.Direct.stays_on_device`."""
+        return self._events is None and self._direct.stays_on_device
 
-    def _local_guess(self, layer: int, ahead: mx.array) -> mx.array:
-        """Return the guess of the next layer's experts in this rank's numbers."""
-        following = self.layers[(self.layers.index(layer) + 1) % len(self.layers)]
-        return indices(self._local_ids[following][np.array(ahead)])
+    @property
+    def generation(self) -> int:
+        """See :attr:`~mlx_moeflux.experts.store.Direct.generation`."""
+        return self._direct.generation
+
+    def whole(self, layer: int) -> None:
+        """Return None: no caller can do without the other ranks."""
+
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""
+        self._direct.count(tokens, layer)
+
+    @property
+    def steps(self) -> Steps | None:
+        """Where experts are on disk, the steps of a call for traces; see :class:`RankSteps`. None
+        if rank 0's choices are sent."""
+        return cast(Steps, self._turns) if self.one_kind and self._turns else None
 
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`."""
@@ -255,30 +202,24 @@ class DistributedStore(ExpertStore):
     @events.setter
     def events(self, listener: EventHook | None) -> None:
         self._events = listener
-        self.local.events = None if listener is None else self._pass_on
+        if self.streaming is not None:
+            self.local.events = None if listener is None else self._pass_on
 
     def _pass_on(self, event: Event) -> None:
         """Pass an event of the local store on, with the model's numbers."""
-        listener = self._events
-        if listener is None or isinstance(event, Chosen):
+        if self._events is None or isinstance(event, Chosen):
             return
         held = self._held[event.layer]
         if isinstance(event, Guess):
-            listener(event._replace(experts=tuple(held[e] for e in event.experts)))
-        elif isinstance(event, Resize):
-            listener(event)
-        else:
-            listener(event._replace(expert=held[event.expert]))
+            event = event._replace(experts=tuple(held[e] for e in event.experts))
+        elif not isinstance(event, Resize):
+            event = event._replace(expert=held[event.expert])
+        self._events(event)
 
     @property
     def looks_ahead(self) -> bool:
         """True if the local store takes a guess."""
         return self.local.looks_ahead
-
-    @property
-    def block_bytes(self) -> Mapping[int, int] | None:
-        """MoE layer id -> bytes of one expert."""
-        return self.local.block_bytes
 
     def close(self) -> None:
         """See :meth:`ExpertStore.close`; this rank takes part in no more calls."""
@@ -286,65 +227,91 @@ class DistributedStore(ExpertStore):
         self.local.close()
 
 
+class RankSteps:
+    """The steps of a call of a store with slots, see :class:`~mlx_moeflux.experts.store.Steps`: in
+    each the host has a turn. What is not here, `local` does.
+
+    A call of `local` has its own experts alone, so that policies know no others; its ids on the
+    host are all ``[N, K]`` in this rank's numbers.
+    """
+
+    def __init__(self, store: DistributedStore, local: StreamedStore):
+        self._store, self._local = store, local
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the store for a whole step; the others hear of an error."""
+        with self._store.ranks.reporting(), self._local.exclusive():
+            yield
+
+    def partial(self) -> tuple[int, ...]:
+        """Return all layers, whose ids are hashed on the host, unless all hold every expert."""
+        return self._store.layers if self._local.partial() else ()
+
+    def begin_load(
+        self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
+    ) -> Call:
+        """Take the ids of a call and begin to read missing experts of this rank."""
+        store, options = self._store, dict[str, Any]()
+        others = () if ahead is None else (ahead,)
+        host = store.read(layer, ids, *others)
+        store.ranks.hash_choice(host, begins=layer == store.layers[0])
+        mine = store.local_ids[layer][host]
+        if ahead is not None and self._local.looks_ahead:
+            following = store.layers[(store.layers.index(layer) + 1) % len(store.layers)]
+            options["ahead"] = indices(store.local_ids[following][np.array(ahead)])
+        own = np.take_along_axis(mine, own_columns(mine, store.count_held), axis=1)
+        call = self._local.begin_load(layer, indices(own), weights, **options)
+        call.host = mine
+        return call
+
+    def slots_of(self, call: Call) -> mx.array:
+        """Return the slots ``[N, K]``, ABSENT for experts of other ranks."""
+        assert call.host is not None, "begin_load set it"
+        slot_of, rows = call.state.slots_soon(), call.host.tolist()
+        return self._local.upload([[slot_of.get(e, ABSENT) for e in row] for row in rows])
+
+    def compute_slots(
+        self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
+    ) -> mx.array:
+        """Compute and exchange a short call from the slots of :meth:`slots_of`; lazy."""
+        return self._store.exchanged(self._store.from_bank(x, slots, weights, bank), slots.shape[1])
+
+    def compute(self, call: Call, x: mx.array, weights: mx.array, *, pairs: bool) -> mx.array:
+        """Make the other steps, but the exchange, of a call of any length. Return the outputs of
+        its `pairs`, or this rank's sums."""
+        store, local, by = self._store, self._local, None
+        if pairs:
+            assert call.host is not None, "begin_load set it"
+            whole = x, indices(call.host), weights, local.bank(call.state.layer), store.compute
+            x, flat, weights, _, by = store.by_pair(*whole)
+            call.host = np.array(flat)
+        local.wait(call)
+        y = local.compute(call, x, weights, by=by)
+        local.release_after(call, y)
+        return y
+
+
 class RankSlots:
-    """The slots of this rank's experts, in the numbers of the whole model. See
-    :class:`~mlx_moeflux.experts.store.Streaming`.
+    """The slots of this rank's experts, in the numbers of the whole model: all that `local` is and
+    offers, see :class:`~mlx_moeflux.experts.store.Streaming`, but for what is here.
 
     local: Those in this rank's numbers. held: MoE layer id -> this rank's experts, ascending.
+    ways: None: kernels do not wait for experts of several ranks. timed_budget: None: ranks wait for
+    one another, so that none can time its own budget.
     """
+
+    ways: None = None
+    timed_budget: None = None
 
     def __init__(self, local: Streaming, held: Mapping[int, Sequence[int]]):
         self.local, self._held = local, held
-        self.exclusive, self.start_eval = local.exclusive, local.start_eval
-        self.resize, self.resize_all = local.resize, local.resize_all
 
-    @property
-    def eviction(self) -> Eviction:
-        """This rank's policy."""
-        return self.local.eviction
-
-    @property
-    def prefetch(self) -> Prefetch | None:
-        """This rank's prefetcher, or None."""
-        return self.local.prefetch
-
-    @property
-    def ways(self) -> None:
-        """None: kernels do not wait for experts of several ranks."""
-
-    @property
-    def timed_budget(self) -> None:
-        """None: ranks wait for one another, so that none can time its own budget."""
-
-    @property
-    def reader(self) -> Reader:
-        """This rank's reader."""
-        return self.local.reader
-
-    @property
-    def slots(self) -> Mapping[int, int]:
-        """MoE layer id -> slots of this rank."""
-        return self.local.slots
-
-    @property
-    def most_slots(self) -> int:
-        """Experts a layer of this rank."""
-        return self.local.most_slots
-
-    @property
-    def bank_bytes(self) -> int:
-        """Bytes of this rank's slots."""
-        return self.local.bank_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank's experts may take."""
-        return self.local.nbytes
-
-    @property
-    def cold(self) -> bool:
-        """True if no expert of this rank is in a slot and no layer was called."""
-        return self.local.cold
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.local, name)
 
     def residents(self, layer: int) -> dict[int, int]:
         """See :meth:`~mlx_moeflux.experts.store.Streaming.residents`."""

@@ -14,7 +14,7 @@ be on the device. Of a long call whose ids the host knows, :class:`ExpertSum` ad
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import rows
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix
+from mlx_moeflux.kernels.moe.expert_pairs import columns_count
 from mlx_moeflux.kernels.operation import Implementation
 from mlx_moeflux.kernels.runtime import device
 
@@ -222,6 +223,28 @@ def from_whole_bank(
             out = mx.where(real[part, :, None], out, mx.array(-0.0, out.dtype))
         totals.append(accumulate_experts(out, weights[part]))
     return totals[0] if len(totals) == 1 else mx.concatenate(totals)
+
+
+def by_pair(
+    x: mx.array,
+    ids: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    compute: ExpertCompute,
+    *,
+    absent: int,
+) -> tuple[mx.array, mx.array, mx.array, ExpertBank, ExpertCompute]:
+    """Return the arguments of a call of N tokens and K experts as those of one with a token for
+    each of the N K pairs, which returns their weighted outputs, and -0.0 for padding. It is
+    computed by what computes the whole call. absent: An id of padding."""
+    N, K = ids.shape
+    compute = replace(compute, mix=compute.mix.implementation(x, None, weights, bank))
+    x, ids, weights = mx.repeat(x, K, axis=0), ids.reshape(-1, 1), weights.reshape(-1, 1)
+    if columns_count(bank):
+        padding = N * K, K - 1
+        ids = mx.concatenate([ids, mx.full(padding, absent, mx.uint32)], axis=1)
+        weights = mx.concatenate([weights, mx.zeros(padding)], axis=1)
+    return x, ids, weights, bank, compute
 
 
 def _chunk_of_whole_bank(

@@ -69,7 +69,7 @@ class ResidentStore(ExpertStore):
         self._disk, self._released, self.generation = disk, False, 0
         self.layers, self.num_experts = tuple(sorted(layers)), num_experts
         self._banks: Callable[[int], ExpertBank] | None = banks
-        self._expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
+        self.expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats, self._block_bytes = ExpertStats(self.layers), block_bytes
         self.events = events
 
@@ -109,7 +109,7 @@ class ResidentStore(ExpertStore):
         if (events := self.events) is not None:
             events(Chosen(layer, stats.tokens, np.array(ids), np.array(weights)))
         stats.tokens += x.shape[0]
-        return from_whole_bank(x, ids, weights, bank, self._expert_compute)
+        return from_whole_bank(x, ids, weights, bank, self.expert_compute)
 
     def whole(self, layer: int) -> tuple[ExpertBank, None] | None:
         """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""

@@ -225,6 +225,29 @@ class Spread(Protocol):
         """Return True if every rank gives the same `facts`, a JSON value."""
         ...
 
+    def marks(self, after: mx.array) -> tuple[mx.array, ...]:
+        """Return, at the end of a call of the model, what tells whether all ranks chose the same
+        experts in it: an array, or none if no layer was called. A trace returns it. after: The
+        output of the last layer."""
+        ...
+
+    def check(self, *marks: mx.array) -> None:
+        """Begin to evaluate the :meth:`marks` of a call, and wait for the exchanges under way;
+        inside :meth:`ahead` for those of earlier calls.
+
+        Raises:
+            DistributedError: The ranks have chosen different experts, or a collective failed.
+        """
+        ...
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Let a GPU compute a step after the block, while the host goes on."""
+        ...
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until at most so many exchanges are under way. Raises what :meth:`check` does."""
+        ...
+
 
 # Not a subclass of ABC: classes that mix in others would have another layout than their store.
 class ExpertStore(metaclass=ABCMeta):

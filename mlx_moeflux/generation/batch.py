@@ -682,7 +682,7 @@ class BatchGenerator:
     def _step(self) -> Sampled:
         tokens = self._newest.tokens
         pending = [tokens] if self._ahead else []
-        with self._batch.transaction():
+        with self._batch.transaction(), self.model.ahead():
             logits = self._batch.step(tokens)
             if any(sequence.processors for sequence in self._batch.names):
                 # A processor may wait for `tokens`; the model goes on meanwhile.

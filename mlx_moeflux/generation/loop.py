@@ -150,6 +150,8 @@ def _steps(
                     following = loop.step(token)
                 elif keep_last:
                     loop.read(token)
+                else:
+                    model.wait_for_ranks()
                 value: Any = token.item()
                 check_drawn([value], logprobs.size)
                 check_finite(finite, prompt.shape[0] + len(reply))
@@ -283,7 +285,8 @@ class _Loop:
 
     def step(self, inputs: mx.array) -> Newest:
         """Schedule a step on inputs ``[T]`` and return the token that it gives."""
-        return self._sampled(self._logits(inputs), inputs)
+        with self.model.ahead():
+            return self._sampled(self._logits(inputs), inputs)
 
     def verify(
         self, newest: Newest, drafts: Sequence[int], reply: list[int]

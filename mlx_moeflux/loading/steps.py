@@ -20,6 +20,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks
 from mlx_moeflux.checks import check_callable
 from mlx_moeflux.distributed.part import Experts, Part
+from mlx_moeflux.distributed.placement import make_places
 from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
 from mlx_moeflux.experts.budget import (
@@ -388,13 +389,8 @@ def _place(source: Source, weights: Weights, layouts: dict[int, BlockLayout]) ->
         return Placed(None, mapped, places, mapped.experts)
     if options.store is not None or options.reader is not None:
         raise InputError("distributed excludes a store or a reader; leave them out.")
-    part = Part.of(
-        options.distributed,
-        options.placement,
-        layers=layouts,
-        num_experts=source.config.num_experts,
-        mix=source.kernels.expert_mix,
-    )
+    ranks, E = options.distributed, source.config.num_experts
+    part = Part(ranks, make_places(options.placement, sorted(layouts), E, ranks.size))
     identified = part.identified(mapped.experts, stored)
     places = {path: part.held(there, of) for path, (of, there) in weights.places.items()}
     held = dataclasses.replace(mapped, experts=next(iter(places.values())))
@@ -458,9 +454,8 @@ def _fill(
         if options.verbose:
             _print_plan(model, source, placed)
         if placed.part is not None:
-            store = placed.part.store(
-                store, events=options.events, exact_prompts=options.exact_prompts
-            )
+            store = placed.part.store(store, options.exact_prompts)
+            store.events = options.events
     else:
         check_store(store, model, layouts, dtype)
     model.set_store(store)

@@ -74,7 +74,7 @@ def make_store(
     reader = given or open_readers(options.expert_reader, places)
     E, mix, events = model.config.num_experts, model.kernels.expert_mix, options.events
     if part is not None:
-        E, mix, events = part.num_experts, part.mix, None  # the events are those of all ranks
+        E, events = part.num_experts, None  # the events are those of all ranks
     prefetch = options.prefetch
     # Ranks wait for one another, so that one's seconds do not tell what its own choice costs.
     if isinstance(prefetch, AutoLookAhead) and (part is not None or not model.CAN_LOOK_AHEAD):

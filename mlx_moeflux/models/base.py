@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -289,6 +289,17 @@ class StreamingModel(Module):
     def lead(self, tokens: mx.array) -> mx.array:
         """Return the sampled tokens, those of rank 0 if the experts are on several ranks."""
         return tokens if self._store.ranks is None else self._store.ranks.lead(tokens)
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Let a step go on after the block: other calls wait for what several ranks exchange."""
+        ranks = self._store.ranks
+        return nullcontext() if ranks is None else ranks.ahead()
+
+    def wait_for_ranks(self, most: int = 0) -> None:
+        """Wait until at most so many exchanges of several ranks are under way. Before the host
+        waits for outputs: the ranks know then who waits for whom."""
+        if self._store.ranks is not None:
+            self._store.ranks.wait(most)
 
     @property
     def experts_stay_on_device(self) -> bool:

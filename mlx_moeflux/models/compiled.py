@@ -247,13 +247,14 @@ def _has_stand_in(kind: type) -> bool:
     return kind in KINDS
 
 
-Outputs = tuple[mx.array, mx.array]
+# Logits, the output of the last layer, and what several ranks have to compare.
+Outputs = tuple[mx.array, ...]
 
 
 class CompiledStep:
-    """One trace of ``forward(tokens [B, 1], entries) -> (logits [B, 1, V], h [B, 1, C])``, and one
-    for each number of rows of a sequence, see :mod:`~mlx_moeflux.models.rows`. h: The output of the
-    last layer.
+    """One trace of ``forward(tokens [B, 1], entries) -> (logits [B, 1, V], h [B, 1, C], ...)``, and
+    one for each number of rows of a sequence, see :mod:`~mlx_moeflux.models.rows`. h: The output of
+    the last layer.
 
     forward: Has no side effects except on `entries`. traces: How often it was called; the first
     step makes a trace, and each change of shapes.
@@ -287,7 +288,7 @@ class CompiledStep:
         count: int = 1,
         repeated: Callable[[], object] = lambda: None,
     ) -> Outputs:
-        """Return logits and h of tokens ``[B, 1]``; each entry grows by one column.
+        """Return what the function does of tokens ``[B, 1]``; each entry grows by one column.
 
         count: Rows of one sequence, if B is their number; each entry grows by so many columns.
         repeated: See :class:`~mlx_moeflux.kernels.verify.trials.compiled`.

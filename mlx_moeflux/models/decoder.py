@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.rows import together
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
+from mlx_moeflux.models.compiled import CompiledStep, Outputs, SegmentedStep
 from mlx_moeflux.models.layers import (
     Applied,
     DecoderLayer,
@@ -369,6 +369,7 @@ class DecoderModel(StreamingModel):
                     # A GPU works on this group while the host builds the next.
                     mx.async_eval(hidden, [entry.state for entry in unsent])
                     self.start_eval()
+                    self.wait_for_ranks(1)
                     mx.eval(before)
                     before, unsent = hidden, []
                     yield pause.layers
@@ -383,22 +384,31 @@ class DecoderModel(StreamingModel):
     ) -> mx.array:
         return self._noted(*self._outputs(tokens, cache, last_only=last_only))
 
-    def _noted(self, logits: mx.array, h: mx.array) -> mx.array:
-        """Return the logits of a call, whose last layer returned h, which may be collected."""
+    def _noted(self, logits: mx.array, h: mx.array, *marks: mx.array) -> mx.array:
+        """Return the logits of a call, whose last layer returned h, which may be collected. marks:
+        See :meth:`~mlx_moeflux.experts.store.Spread.marks`."""
+        if self._store.ranks is not None:
+            self._store.ranks.check(*marks)
         if self._hidden is not None:
             self._hidden.append(h)
         return logits
 
     def _outputs(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
-    ) -> tuple[mx.array, mx.array]:
-        """Return logits ``[B, T or 1, V]`` and the output of the last layer ``[B, T, C]``."""
+    ) -> Outputs:
+        """Return logits ``[B, T or 1, V]``, the output of the last layer ``[B, T, C]`` and the
+        marks of several ranks."""
         # Chunks are evaluated one by one, which a compiled training step excludes.
         chunk = tokens.shape[1] if self.training else self.prefill_chunk
         ahead = partial(_begin, deque()) if last_only and tokens.shape[1] > 1 else None
         with device.gathered():
             (h,) = run(self._walk([tokens], [cache], chunk), ahead)
-            return self.logits(h[:, -1:] if last_only else h), h
+            logits = self.logits(h[:, -1:] if last_only else h)
+        return logits, h, *self._marks(h)
+
+    def _marks(self, h: mx.array) -> tuple[mx.array, ...]:
+        """Return what several ranks have to compare after a call whose last layer returned h."""
+        return () if self._store.ranks is None else self._store.ranks.marks(h)
 
     def _walk(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]], chunk: int
@@ -430,6 +440,8 @@ class DecoderModel(StreamingModel):
     def _last_logits(self, hidden: list[mx.array]) -> mx.array:
         """Return the logits ``[B, V]`` after the last token of one x ``[B, T, C]``, or of B of them
         with B = 1."""
+        if self._store.ranks is not None:
+            self._store.ranks.check(*self._marks(hidden[-1]))
         if len(hidden) == 1:
             return self.logits(hidden[0][:, -1:])[:, 0]
         return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
@@ -466,7 +478,8 @@ class DecoderModel(StreamingModel):
         self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1
     ) -> mx.array:
         """Run a step as one trace per segment."""
-        return self._noted(*self._segments(tokens, cache, count=count))
+        logits, h = self._segments(tokens, cache, count=count)
+        return self._noted(logits, h, *self._marks(h))
 
     def logits(self, h: mx.array) -> mx.array:
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""

@@ -273,8 +273,6 @@ class SparseMoeBlock(Module):
         hooks = self._hooks
         if hooks is not None:
             (post,) = hooks.apply("before_experts", post)
-        if self._store.ranks is not None and shared:
-            mx.async_eval(shared)
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
         if (
             not isinstance(experts, mx.array)

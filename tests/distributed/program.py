@@ -18,11 +18,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.distributed import part
+from mlx_moeflux.distributed import part, ranks
 from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.generation import batch, loop
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
+from mlx_moeflux.generation.sampling import make_sampler
 from mlx_moeflux.loading import load_model
+from tests.devices import seen_as
 
 PROMPT, STEPS = 40, 5
 RANK = int(os.environ.get("MLX_RANK", "0"))
@@ -42,11 +45,13 @@ def logits_of(model: Any, batch: int = 1) -> np.ndarray:
 
 
 def logits(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Logits of several models; of each layer lookups, misses, bytes read and tokens."""
+    """Logits of several models; of each layer lookups, misses, bytes read and tokens. traced: Steps
+    run from a trace."""
     found = {}
     for i, case in enumerate(cases):
-        batch = case.pop("batch", 1)
+        batch, traced = case.pop("batch", 1), case.pop("traced", None)
         with load_model(case.pop("path"), distributed=True, **case) as model:
+            model.compile_steps = traced
             found[f"logits{i}"] = logits_of(model, batch)
             layers = model.store.stats().layers.values()
             counts = [[one.lookups, one.misses, one.bytes_read, one.tokens] for one in layers]
@@ -70,9 +75,10 @@ def prompts(path: str, lengths: list[int]) -> dict[str, Any]:
         return {}
 
 
-def forever(path: str) -> dict[str, Any]:
-    """Steps without end, of which FOLDER/runningR tells."""
-    with load_model(path, distributed=True, expert_memory="50%") as model:
+def forever(path: str, *, traced: bool = False, memory: str = "50%") -> dict[str, Any]:
+    """Steps without end, of which FOLDER/runningR tells. traced: From traces."""
+    with load_model(path, distributed=True, expert_memory=memory) as model:
+        model.compile_steps = traced
         tokens = tokens_of(1, model.config.vocab_size)
         while True:
             cache = model.make_cache()
@@ -95,7 +101,7 @@ def full_disk(path: str) -> dict[str, Any]:
             cache.save(FOLDER / f"state{RANK}")
 
 
-def cut_ring(path: str) -> dict[str, Any]:
+def cut_ring(path: str, *, traced: bool, memory: str) -> dict[str, Any]:
     """Steps without end; rank 1 shuts its ring's connections down. FOLDER/aliveR is touched until
     the end, FOLDER/cut holds the time of the cut."""
 
@@ -105,7 +111,8 @@ def cut_ring(path: str) -> dict[str, Any]:
             time.sleep(0.05)
 
     ring = connections()
-    with load_model(path, distributed=True, expert_memory="50%") as model:
+    with load_model(path, distributed=True, expert_memory=memory) as model:
+        model.compile_steps = traced
         threading.Thread(target=touch, daemon=True).start()
         tokens = tokens_of(1, model.config.vocab_size)
         for round_ in itertools.count():
@@ -180,21 +187,56 @@ def states(path: str, saved: str) -> dict[str, Any]:
         return found
 
 
-def law(path: str, *, one_kind: bool) -> dict[str, Any]:
-    """Logits, though the router of rank 1 differs. one_kind: What the ranks say of devices."""
+def ahead(path: str, *, sampled: bool = False) -> dict[str, Any]:
+    """Replies of a loop and a batch that run traced steps one ahead, as on a GPU. sampled: Each
+    rank draws with a seed of its own."""
+    for module in (ranks, loop, batch):
+        vars(module)["device"] = seen_as("cuda")
+    with load_model(path, distributed=True) as model:
+        model.compile_steps = True
+        prompts = prompts_of(model.config.vocab_size)
+        options = {}
+        if sampled:
+            mx.random.seed(RANK)
+            options["sampler"] = make_sampler(temp=1.5)
+        first = reply(model, prompts[0], **options)
+        model.forget_steps()
+        return {"reply": first, "batch": batched(model)}
+
+
+def law(path: str, *, one_kind: bool, traced: bool) -> dict[str, Any]:
+    """Logits, though the router of rank 1 differs. one_kind: What the ranks say of devices. traced:
+    It differs in the last layer, from the second step behind the prompt on, and steps run from a
+    trace; FOLDER/stepR is the last that was done."""
     if not one_kind:
         part.device_kind = lambda: str(RANK)
     with load_model(path, distributed=True) as model:
-        if RANK == 1:
-            for block in model.moe_blocks().values():
-                gate = block.gate
-                name = "scales" if "scales" in gate else "weight"
-                gate[name] = -gate[name]
-        return {"logits": logits_of(model)}
+        blocks = list(model.moe_blocks().values())
+        if not traced:
+            turn_round(blocks)
+            return {"logits": logits_of(model)}
+        model.compile_steps, cache = True, model.make_cache()
+        tokens = tokens_of(1, model.config.vocab_size)
+        parts = [model(tokens[:, :PROMPT], cache)]
+        for t in range(PROMPT, PROMPT + STEPS):
+            if t == PROMPT + 1:
+                turn_round(blocks[-1:])
+            parts.append(model(tokens[:, t : t + 1], cache))
+            (FOLDER / f"step{RANK}").write_text(str(t))
+        return {"logits": np.array(mx.concatenate(parts, axis=1))}
+
+
+def turn_round(blocks: list[Any]) -> None:
+    """Let the routers of rank 1 choose other experts than those of rank 0."""
+    for block in blocks if RANK == 1 else ():
+        gate = block.gate
+        name = "scales" if "scales" in gate else "weight"
+        gate[name] = -gate[name]
 
 
 JOBS = {
-    job.__name__: job for job in (logits, load, forever, cut_ring, full_disk, states, law, prompts)
+    job.__name__: job
+    for job in (logits, load, forever, cut_ring, full_disk, states, ahead, law, prompts)
 }
 
 

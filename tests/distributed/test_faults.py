@@ -61,9 +61,9 @@ def kill_all(processes: list) -> None:
         process.communicate()
 
 
-def check_fault(folder: Path, directory: str, ranks: int, rank: int, fault, seconds: float) -> None:
+def check_fault(folder: Path, job: dict, ranks: int, rank: int, fault, seconds: float) -> None:
     """Let ranks run for `seconds`, then do `fault` to one."""
-    processes = start_job(folder, ranks, "forever", {"path": directory})
+    processes = start_job(folder, ranks, "forever", job)
     try:
         wait_for([folder / f"running{i}" for i in range(ranks)], processes)
         time.sleep(seconds)
@@ -89,13 +89,17 @@ def stopped(process) -> None:
 @pytest.mark.parametrize("fault", [killed, stopped])
 def test_the_others_end(fault, rank, moment, directory, tmp_path):
     seconds = random.Random(f"{fault.__name__} {rank} {moment}").uniform(0, 2)
-    check_fault(tmp_path, directory, 3, rank, fault, seconds)
+    job = {"path": directory, "traced": moment > 1, "memory": ("50%", "100%")[moment % 2]}
+    check_fault(tmp_path, job, 3, rank, fault, seconds)
 
 
 @pytest.mark.slow
-def test_a_cut_ring_ends_all(directory, tmp_path):
+@pytest.mark.parametrize("memory", ["50%", "100%"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_cut_ring_ends_all(traced, memory, directory, tmp_path):
     """The connections of the collectives are cut, that of the heartbeat is not."""
-    processes = start_job(tmp_path, 2, "cut_ring", {"path": directory})
+    job = {"path": directory, "traced": traced, "memory": memory}
+    processes = start_job(tmp_path, 2, "cut_ring", job)
     try:
         for err in ends(processes, STARTED):
             assert "wait for each other" in err or "a collective" in err, err
@@ -118,10 +122,11 @@ def test_other_prompts_on_one_rank(lengths, directory, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failed_read_ends_all(directory, tmp_path):
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_failed_read_ends_all(traced, directory, tmp_path):
     """Rank 1 reads from a copy whose experts are cut off while it runs."""
     copy = shutil.copytree(directory, tmp_path / "copy")
-    jobs = [{"path": directory}, {"path": str(copy)}]
+    jobs = [{"path": path, "traced": traced} for path in (directory, str(copy))]
     processes = start_job(tmp_path, 2, "forever", *jobs)
     try:
         wait_for([tmp_path / f"running{i}" for i in range(2)], processes)

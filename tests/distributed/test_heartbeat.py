@@ -71,6 +71,19 @@ def test_the_others_hear_why_a_rank_failed(ranks):
     assert losses[1].empty()
 
 
+def test_the_others_hear_all_calls_and_the_end(ranks):
+    every, losses = ranks
+    texts = [f"step {i} " + i % 7 * "x" for i in range(1000)]
+    for text in texts:
+        every[0].call(text)
+    for other in every[1:]:
+        assert [other.called() for _ in texts] == texts
+    every[2].end()  # of another rank than 0, which says nothing
+    every[0].end()
+    assert every[1].called() is None
+    assert none_for(losses, 0)
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_silent_rank_is_lost(ranks, rank):
     """A stopped process keeps its connections, and says nothing."""

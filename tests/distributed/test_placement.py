@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlx_moeflux.distributed.placement import ById, ByPopularity, make_placement, placed, shares
+from mlx_moeflux.distributed.placement import (
+    ById,
+    ByPopularity,
+    make_placement,
+    make_places,
+    shares,
+)
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo
 
@@ -22,7 +28,7 @@ def trace_of(*popular: int, num_experts: int = E) -> Trace:
 
 
 def test_by_id_gives_neighbours_and_remainders():
-    places = placed(ById(), LAYERS, E, 3)
+    places = make_places(ById(), LAYERS, E, 3)
     assert places.counts == (3, 3, 2)
     assert places.rank_of == dict.fromkeys(LAYERS, (0, 0, 0, 1, 1, 1, 2, 2))
     assert places.held(5, 1) == (3, 4, 5)
@@ -44,18 +50,18 @@ def test_shares_follow_the_memory(memory, ranks, counts):
 
 
 def test_popular_experts_are_on_different_ranks():
-    places = placed(ByPopularity(trace_of(0, 1)), LAYERS, E, 2)
+    places = make_places(ByPopularity(trace_of(0, 1)), LAYERS, E, 2)
     assert places.counts == (4, 4)
     assert {places.rank_of[3][e] for e in (0, 1)} == {0, 1}
     assert {places.rank_of[5][e] for e in (6, 7)} == {0, 1}
     # With memory, the small rank gets one of eight, the popular one of layer 3.
-    places = placed(ByPopularity(trace_of(5, 6), [1, 100]), LAYERS, E, 2)
+    places = make_places(ByPopularity(trace_of(5, 6), [1, 100]), LAYERS, E, 2)
     assert places.counts == (1, 7)
 
 
 def test_by_text(tmp_path):
-    assert placed(make_placement("id"), LAYERS, E, 2).counts == (4, 4)
-    assert placed(make_placement("memory:1GB,3GB"), LAYERS, E, 2).counts == (2, 6)
+    assert make_places(make_placement("id"), LAYERS, E, 2).counts == (4, 4)
+    assert make_places(make_placement("memory:1GB,3GB"), LAYERS, E, 2).counts == (2, 6)
     with pytest.raises(InputError, match="none"):
         make_placement(f"popularity:{tmp_path / 'none'}")
     for wrong in ("ids", "id:3", "memory", "memory:", "popularity:"):
@@ -86,16 +92,16 @@ class Own:
 )
 def test_an_own_placement_is_checked(rows, message):
     with pytest.raises(InputError, match=message):
-        placed(make_placement(Own(rows)), LAYERS, E, 2)
-    assert placed(Own(([1, 0] * 4, [0, 1] * 4)), LAYERS, E, 2).held(3, 0) == (1, 3, 5, 7)
+        make_places(make_placement(Own(rows)), LAYERS, E, 2)
+    assert make_places(Own(([1, 0] * 4, [0, 1] * 4)), LAYERS, E, 2).held(3, 0) == (1, 3, 5, 7)
 
 
 def test_what_cannot_be_placed():
     with pytest.raises(InputError, match="8 experts a layer cannot be on 9 ranks"):
-        placed(ById(), LAYERS, E, 9)
+        make_places(ById(), LAYERS, E, 9)
     with pytest.raises(InputError, match="memory of 3 machines"):
-        placed(ById([1, 1, 1]), LAYERS, E, 2)
+        make_places(ById([1, 1, 1]), LAYERS, E, 2)
     with pytest.raises(InputError, match="a model with 9 experts"):
-        placed(ByPopularity(trace_of(0, 1, num_experts=9)), LAYERS, E, 2)
+        make_places(ByPopularity(trace_of(0, 1, num_experts=9)), LAYERS, E, 2)
     with pytest.raises(InputError, match="has no 'place'"):
         make_placement(object())  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.distributed.placement import ById, Places, make_placement, placed
+from mlx_moeflux.distributed.placement import ById, Places, make_placement, make_places
 from mlx_moeflux.distributed.store import own_columns
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo
@@ -72,7 +72,7 @@ def test_ranks_read_what_the_replay_reads(ranks, directory, tmp_path):
         trace = traced(directory, tmp_path / f"trace{i}", batch, prefetch=prefetch)
         assert {len(call.ids) for call in trace} == {batch, batch * PROMPT}
         policy = make_placement(case.get("placement", "id"))
-        places = placed(policy, trace.info.layers, trace.info.num_experts, ranks)
+        places = make_places(policy, trace.info.layers, trace.info.num_experts, ranks)
         total = 0
         for rank in range(ranks):
             own = rank_trace(trace, places, rank)
@@ -104,7 +104,7 @@ def trace_of(calls) -> Trace:
 
 def test_a_rank_has_its_own_columns_of_a_trace():
     trace = trace_of([[[0, 5]], [[6, 7]], [[1, 2], [3, 8]]])  # 8 is padding
-    places = placed(ById(), (0,), 8, 2)
+    places = make_places(ById(), (0,), 8, 2)
     first, second = (rank_trace(trace, places, rank) for rank in range(2))
     assert [call.ids.tolist() for call in first] == [[[0, 4]], [[4, 4]], [[1, 2], [3, 4]]]
     assert [call.ids.tolist() for call in second] == [[[1, 4]], [[2, 3]], [[4, 4], [4, 4]]]
@@ -114,6 +114,6 @@ def test_a_rank_has_its_own_columns_of_a_trace():
 
 
 def test_a_rank_with_fewer_experts_than_a_token_needs_has_fewer_columns():
-    own = rank_trace(trace_of([[[0, 5]], [[6, 7]]]), placed(ById(), (0,), 8, 8), 5)
+    own = rank_trace(trace_of([[[0, 5]], [[6, 7]]]), make_places(ById(), (0,), 8, 8), 5)
     assert [call.ids.tolist() for call in own] == [[[0]], [[1]]]
     assert own.info.experts_per_token == 1

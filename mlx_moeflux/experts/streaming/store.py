@@ -153,7 +153,7 @@ class StreamedStore(ExpertStore):
         self._decode_steps: DecodeSteps | None = None
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
         self.keep_all_ahead, self._wave_reads = keep_all_ahead, wave_reads
-        self._expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
+        self.expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
         self.generation = 0
@@ -403,15 +403,19 @@ class StreamedStore(ExpertStore):
         slot_of = call.state.slots_soon()
         where = slot_of.__getitem__
         try:
-            slots = mx.array([list(map(where, row)) for row in call.host.tolist()], mx.uint32)
+            return self.upload([list(map(where, row)) for row in call.host.tolist()])
         except KeyError:
             raise ShapeError(
                 f"layer {call.state.layer}: a router with traceable = True chose fewer experts "
                 f"than {call.host.shape[1]}; leave traceable out."
             ) from None
+
+    def upload(self, slots: list[list[int]]) -> mx.array:
+        """Return slots ``[N, K]`` uint32 where a kernel finds them at once."""
+        found = mx.array(slots, mx.uint32)
         if self._uploads is not None:
-            self._uploads.advise_gpu(slots)
-        return slots
+            self._uploads.advise_gpu(found)
+        return found
 
     def wait(self, call: Call) -> None:
         """Wait for the reads of :meth:`begin_load`, once; only then may a kernel read the slots.
@@ -425,10 +429,13 @@ class StreamedStore(ExpertStore):
         call.missing = None
         _account(state, start, stalled)
 
-    def compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
+    def compute(
+        self, call: Call, x: mx.array, weights: mx.array, *, by: ExpertCompute | None = None
+    ) -> mx.array:
         """Compute x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32: from a complete bank, in
-        one pass, or in waves. Evaluates: long calls of incomplete layers."""
-        state, bank, own = call.state, call.state.bank.current.experts, self._expert_compute
+        one pass, or in waves. by: Other options than this store's. Evaluates: long calls of
+        incomplete layers."""
+        state, bank, own = call.state, call.state.bank.current.experts, by or self.expert_compute
         start, stalled = perf_counter(), state.stats.stall_seconds
         few = not self.training and own.takes_few(weights.size, x.shape[0], bank)
         slot_of = state.table.slots_by_expert
@@ -459,7 +466,7 @@ class StreamedStore(ExpertStore):
         Traced steps call this. The number of slots is no constant of the trace: the CPU compiles
         fused kernels anew for every constant.
         """
-        return from_whole_bank(x, slots, weights, bank, self._expert_compute, padded=False)
+        return from_whole_bank(x, slots, weights, bank, self.expert_compute, padded=False)
 
     def release_after(self, call: Call, output: mx.array) -> None:
         """End a call: keep its slots until `output`, perhaps lazy, is evaluated; then prefetch."""

@@ -229,6 +229,15 @@ def is_wide(layout: ExpertLayout) -> bool:
     return layout.C >= WIDE_EXPERTS and layout.plain
 
 
+def columns_count(bank: ExpertBank) -> bool:
+    """Return True if the bits of an expert's output may depend on the columns of a call, those of
+    absent experts included: simdgroups of a threadgroup share the work."""
+    try:
+        return is_wide(bank.layout)
+    except UnsupportedError:
+        return False
+
+
 def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
     """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
     threads = most_threads()

@@ -63,9 +63,10 @@ SHRINKAGE = 1 / 16
 
 class _State(threading.local):
     """tracing: A graph without values is being built. pending: In it an operation was called that
-    needs a trial. references: Only stock operations may be used."""
+    needs a trial. rehearsing: It is being run for its trials. references: Only stock operations may
+    be used."""
 
-    tracing = pending = references = False
+    tracing = pending = rehearsing = references = False
 
 
 _state = _State()
@@ -170,6 +171,17 @@ def _verdict(
     return verdict
 
 
+def tracing() -> bool:
+    """Return True while this thread builds a graph without values, see :class:`compiled`."""
+    return _state.tracing
+
+
+def rehearsing() -> bool:
+    """Return True while this thread runs a function for the trials in it alone, see
+    :class:`compiled`. Other processes may have no such need."""
+    return _state.rehearsing
+
+
 def _have_values(value: Any) -> bool:
     """Evaluate; return False for arrays that somebody else traces."""
     try:
@@ -217,7 +229,11 @@ class compiled:  # called like mx.compile
         outputs = self._run(*inputs)
         if _state.pending:
             ready()
-            self._function(*inputs)
+            _state.rehearsing = True
+            try:
+                self._function(*inputs)
+            finally:
+                _state.rehearsing = False
             repeated()
             self._run, _state.pending = mx.compile(_traced(self._function)), False
             outputs = self._run(*inputs)

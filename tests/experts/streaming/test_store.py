@@ -268,7 +268,7 @@ def test_the_cpu_takes_rows_before_it_casts(open_store, monkeypatch):
 def test_rows_are_taken_in_bounded_groups(experts, open_store):
     store = open_store(E)
     block = experts.layouts[3].nbytes
-    store._expert_compute = store_module.ExpertCompute(take_bytes=2 * block)
+    store.expert_compute = store_module.ExpertCompute(take_bytes=2 * block)
     call = random_call(40)
     assert same_bits(store.experts(3, *call), experts.resident().experts(3, *call))
 

@@ -18,7 +18,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     accumulate_experts,
 )
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX, expert_mix, expert_mix_grouped
-from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs, pair_bytes
+from mlx_moeflux.kernels.moe.expert_pairs import columns_count, expert_mix_pairs, pair_bytes
 from tests.kernels.cases import PAST
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
 from tests.kernels.harness import Case, emulated, error, launched, patched, usually
@@ -117,6 +117,33 @@ def test_agrees_with_float64(whole_device, sizes, absent):
     naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
     assert y.dtype == mx.float32
     assert error(y, truth) <= 2 * naive
+
+
+@pytest.mark.parametrize("name", ["pairs", "rows", "grouped"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 3, 5, 96, 64, 4, 32, mx.bfloat16, None),
+        (2, 3, 5, 64, 192, 8, 64, mx.float16, 4, False, "clamped"),
+        pytest.param((3, 2, 4, 512, 512, 8, 64, mx.bfloat16, None), marks=pytest.mark.slow),
+        pytest.param((2, 2, 3, 6176, 64, 4, 32, mx.bfloat16, None), marks=pytest.mark.slow),
+    ],
+    ids=lambda sizes: "-".join(map(str, sizes[:7])),
+)
+def test_pairs_by_themselves_add_up_to_a_call(whole_device, sizes, name):
+    """As several ranks compute them: one row and one column for each pair, or K columns where their
+    number counts."""
+    x, slots, weights, bank = case(*sizes, absent=0.3)
+    compute, K = EXPERT_MIX.others[name].function, slots.shape[1]
+    more = [(0, 0), (0, K - 1 if columns_count(bank) else 0)]
+    alone = np.pad(np.array(slots).reshape(-1, 1), more, constant_values=ABSENT)
+    share = np.pad(np.array(weights).reshape(-1, 1), more)
+    terms = compute(mx.repeat(x, K, axis=0), mx.array(alone), mx.array(share), bank)
+    terms = np.array(terms).reshape(*slots.shape, -1)
+    total = functools.reduce(np.add, [terms[:, k] for k in range(K)])
+    expected = np.array(compute(x, slots, weights, bank))
+    assert np.isfinite(expected).all()
+    assert np.array_equal(total.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.slow
