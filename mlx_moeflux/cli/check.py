@@ -21,11 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "steps of the bundled model whose kernels wait for experts, and their time",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="only this one")
+    parser.add_argument(
+        "--link",
+        action="store_true",
+        help="time sums over the ranks of mlx.launch, and print what plan --machines takes",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print two tables for each dtype, or a line on the handshake; return 1 if a stock operation or
-    a kernel failed."""
+    """Print two tables for each dtype, or a line on the handshake or the link of ranks; return 1 if
+    a stock operation or a kernel failed."""
+    if args.link:
+        return _check_link()
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.kernels.registry import OPERATIONS, unknown_operation
 
@@ -83,6 +90,24 @@ def _check_handshake() -> int:
     found = compare()
     print(found.text)
     return int(found.wrong)
+
+
+def _check_link() -> int:
+    """Print a line on rank 0."""
+    from mlx_moeflux.distributed.ranks import Ranks
+    from mlx_moeflux.experts.budget import format_bytes
+    from mlx_moeflux.measure.link import measure_link
+
+    ranks = Ranks()
+    try:
+        with ranks.reporting():
+            link = measure_link(ranks)
+    finally:
+        ranks.close()
+    if ranks.leads:
+        speed = format_bytes(link.bytes_per_second).replace(" ", "")
+        print(f"{ranks.size} ranks: --link {speed}/s --link-latency {1e3 * link.latency:.3g}")
+    return 0
 
 
 def _check_stock(dtype) -> int:

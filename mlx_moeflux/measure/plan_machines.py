@@ -34,6 +34,13 @@ class Link:
     bytes_per_second: float
     latency: float = 1e-4
 
+    @classmethod
+    def measured(cls, ranks: int, small: float, *, nbytes: float, large: float) -> Link:
+        """Return the link over which a sum of a few bytes takes `small` seconds, and one of
+        `nbytes` takes `large`."""
+        steps = 2 * (ranks - 1)
+        return cls(steps * nbytes / ranks / max(large - small, 1e-9), small / steps)
+
     def seconds(self, nbytes: float, ranks: int) -> float:
         """Return the time of a sum of `nbytes` over the ranks: 2 (N - 1) messages of an N-th."""
         steps = 2 * (ranks - 1)
@@ -58,7 +65,8 @@ class Machine:
 @dataclass(frozen=True)
 class MachinesPlan:
     """The answer; :meth:`as_dict` is plain numbers. slow, fast: As of
-    :class:`~mlx_moeflux.measure.plan.ModelPlan`."""
+    :class:`~mlx_moeflux.measure.plan.ModelPlan`. alone: The same of the largest machine by itself;
+    None if it holds no token's experts, or if there is one machine."""
 
     name: str
     sizes: Sizes
@@ -66,6 +74,7 @@ class MachinesPlan:
     slow: float
     fast: float
     arithmetic: tuple[str, ...]
+    alone: tuple[float, float] | None = None
 
     @property
     def fits(self) -> bool:
@@ -91,6 +100,10 @@ class MachinesPlan:
             )
         speed = f"{span(self.slow, self.fast)} tokens per second, estimated:"
         rows += [("speed", speed), *(("", line) for line in self.arithmetic)]
+        if self.alone is not None:
+            better = ": one machine is better" if self.alone[1] >= self.fast else ""
+            largest = f"{span(*self.alone)} tokens per second on the largest by itself"
+            rows.append(("alone", f"{largest}{better}"))
         return "\n".join(f"{name:8} {text}" for name, text in rows)
 
 
@@ -106,7 +119,9 @@ def plan_machines(
     """Plan a model on machines with `memories` bytes, of which :data:`MEMORY_SHARE` is usable.
 
     Each runs the trunk and keeps a state, and holds experts in proportion to what is left. Layers
-    wait for the machine with most work: of its experts that a token needs, reads and products.
+    wait for the machine with most work: of its experts that a token needs, reads and products, and
+    what the host has to do for reads. Where all experts are in memory, products may take twice as
+    long.
 
     Raises:
         InputError: A number makes no sense.
@@ -129,13 +144,14 @@ def plan_machines(
         machines.append(Machine(memory, count, slots, fits))
     layers, N = len(sizes.blocks), len(memories)
     block = sum(sizes.blocks.values()) / layers
-    message = 4 * (sizes.experts_per_token * sizes.hidden_size + 2 * N)
-    exchange = layers * link.seconds(message, N)
+    message = 4 * sizes.experts_per_token * sizes.hidden_size
+    exchange = layers * link.seconds(message, N) + link.seconds(4, N)  # and the token
+    resident = all(machine.share == 1 for machine in machines)
     trunk = (sizes.trunk_bytes - sizes.embedding_bytes) / (1e9 * memory_gbps)
     lines = [
         f"trunk {1e3 * trunk:.1f} ms on each at {memory_gbps:g} GB/s of memory; exchange "
         f"{1e3 * exchange:.1f} ms: {layers} x {format_bytes(message)} at "
-        f"{format_bytes(link.bytes_per_second)}/s and {1e3 * link.latency:g} ms a message"
+        f"{format_bytes(link.bytes_per_second)}/s and {1e3 * link.latency:.2g} ms a message"
     ]
     speeds = []
     for typical, sync, what in (
@@ -145,14 +161,22 @@ def plan_machines(
         hits = [typical_hit_rate(m.share) if typical else m.share for m in machines]
         costs = [block * ((1 - hit) / (1e9 * ssd_gbps) + 1 / (1e9 * memory_gbps)) for hit in hits]
         work = layers * mean_of_most(tuple(counts), sizes.experts_per_token, tuple(costs))
-        seconds = trunk + exchange + work + layers * sync
+        host, of_host = layers * sync, "sync"
+        if resident:
+            host, of_host = 0 if typical else trunk + work, "launches"
+        seconds = trunk + exchange + work + host
         speeds.append(1 / seconds)
         lines.append(
             f"{what}: {', '.join(f'{100 * hit:.0f}' for hit in hits)} % hits, experts of the "
-            f"busiest {1e3 * work:.0f} ms at {ssd_gbps:g} GB/s + sync {1e3 * layers * sync:.0f} ms "
-            f"+ trunk and exchange = {1e3 * seconds:.0f} ms"
+            f"busiest {1e3 * work:.0f} ms at {ssd_gbps:g} GB/s + {of_host} {1e3 * host:.0f} ms + "
+            f"trunk and exchange = {1e3 * seconds:.0f} ms"
         )
-    return MachinesPlan(name, sizes, tuple(machines), speeds[0], speeds[1], tuple(lines))
+    alone = None
+    if N > 1:
+        rates = {"ssd_gbps": ssd_gbps, "memory_gbps": memory_gbps}
+        one = plan_machines(name, sizes, memories=[max(memories)], link=link, **rates)
+        alone = (one.slow, one.fast) if one.fits else None
+    return MachinesPlan(name, sizes, tuple(machines), *speeds, tuple(lines), alone)
 
 
 @cache

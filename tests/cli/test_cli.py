@@ -82,7 +82,7 @@ OPTIONS = {
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
         --placement --requantize --shard --no-mtp
     """,
-    "check": "--operation --dtype",
+    "check": "--operation --dtype --link",
     "plan": """
         --bits --context --expert-memory --json --link --link-latency --machines --memory
         --gguf-file --memory-gbps --revision --ssd-gbps

@@ -13,13 +13,17 @@ import sys
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.errors import ExpertFileError, InputError
+from mlx_moeflux.distributed.ranks import Ranks
+from mlx_moeflux.errors import DistributedError, ExpertFileError, InputError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.measure.link import measure_link
 from tests.distributed.launch import REPOSITORY, SECONDS, free_ports, results, start
 from tests.distributed.program import logits_of
 
@@ -101,6 +105,16 @@ def test_benchmark_is_exact(tmp_path):
     assert "against experts read anew: identical bits" in first
     assert json.loads(first.splitlines()[-1])
     assert second == ""
+
+
+@pytest.mark.slow
+def test_check_measures_the_link_for_plan(tmp_path):
+    (line, _), (second, _) = outputs(tmp_path, "check", "--link")
+    assert second == ""
+    ranks, options = line.split(": ")
+    assert ranks == "2 ranks"
+    plan = alone("plan", str(BUNDLED_MODEL), "--machines", "16GB,16GB", *options.split())
+    assert "ms a message" in plan
 
 
 def ask(port: int, prompt: str, tokens: int) -> str:
@@ -213,6 +227,10 @@ def test_a_part_is_no_checkpoint_by_itself(directory, tmp_path):
         convert(directory, tmp_path / "wrong", shard="0/2", layout="safetensors")
 
 
-def test_without_a_launcher():
+def test_without_a_launcher(capsys):
     with pytest.raises(Exception, match=r"mlx\.launch"):
         load_model(BUNDLED_MODEL, distributed=True)
+    assert main(["check", "--link"]) == 1
+    assert "start each rank with mlx.launch" in capsys.readouterr().err
+    with pytest.raises(DistributedError, match="one rank has no link"):
+        measure_link(Ranks(mx.distributed.init()))

@@ -45,7 +45,8 @@ def test_a_token_by_hand():
     assert [one.slots for one in plan.machines] == [12, 37]
     assert plan.fits
     trunk = 0.8e9 / 100e9
-    exchange = 10 * 2 * (1e-3 + 4 * (4 * 1000 + 4) / 2 / 1e9)
+    # A sum a layer, and the token's.
+    exchange = 10 * 2 * (1e-3 + 4 * 4 * 1000 / 2 / 1e9) + 2 * (1e-3 + 4 / 2 / 1e9)
     hits = [12 / 25, 37 / 75]
     costs = tuple(1e7 * ((1 - hit) / 2e9 + 1 / 100e9) for hit in hits)
     work = 10 * mean_of_most((25, 75), 4, costs)
@@ -53,7 +54,7 @@ def test_a_token_by_hand():
     assert plan.fast > plan.slow
     text = str(plan)
     assert "rank 0   3.62 GB: 25 experts a layer, 12 slots (48 %)" in text
-    assert "exchange 20.2 ms: 10 x 16 kB at 1 GB/s and 1 ms a message" in text
+    assert "exchange 22.2 ms: 10 x 16 kB at 1 GB/s and 1 ms a message" in text
 
 
 def test_the_busiest_of_two_machines():
@@ -70,6 +71,29 @@ def test_one_machine_exchanges_nothing():
     plan = plan_machines("m", SIZES, memories=[memory(5e9)], link=LINK)
     assert plan.machines[0].slots == 50
     assert "exchange 0.0 ms" in plan.arithmetic[0]
+
+
+def test_experts_that_all_fit_take_no_turn_of_the_host():
+    options = {"ssd_gbps": 2.0, "memory_gbps": 100.0}
+    plan = plan_machines("m", SIZES, memories=[memory(5e9)] * 2, link=LINK, **options)
+    assert [one.share for one in plan.machines] == [1.0, 1.0]
+    compute = 0.8e9 / 100e9 + 10 * mean_of_most((50, 50), 4, (1e7 / 100e9,) * 2)
+    exchange = 10 * LINK.seconds(4 * 4 * 1000, 2) + LINK.seconds(4, 2)
+    assert plan.fast == pytest.approx(1 / (compute + exchange))
+    assert plan.slow == pytest.approx(1 / (2 * compute + exchange))
+
+
+def test_one_machine_may_be_better():
+    quick, slow = Link(1e10, latency=1e-5), Link(1e7, latency=1e-2)
+    for link, better in ((quick, False), (slow, True)):
+        plan = plan_machines("m", SIZES, memories=[memory(3e9), memory(2e9)], link=link)
+        one = plan_machines("m", SIZES, memories=[memory(3e9)], link=link)
+        assert plan.alone == (one.slow, one.fast)
+        assert (": one machine is better" in str(plan)) == better == (one.fast > plan.fast)
+        assert one.alone is None
+        assert "alone" not in str(one)
+    small = int(1.2e9 / MEMORY_SHARE)  # no machine holds the trunk and a token's experts
+    assert plan_machines("m", SIZES, memories=[small] * 4, link=quick).alone is None
 
 
 def test_more_machines_read_less():
@@ -115,3 +139,10 @@ def test_a_link_sends_a_part_to_each_neighbour():
     assert link.seconds(1e6, 1) == 0
     assert link.seconds(1e6, 2) == 2 * (0.5 + 0.5)
     assert link.seconds(1e6, 4) == pytest.approx(6 * (0.5 + 0.25))
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_measured_link_takes_what_was_measured(ranks):
+    link = Link.measured(ranks, 0.01, nbytes=1e8, large=0.35)
+    assert link.seconds(0, ranks) == pytest.approx(0.01)
+    assert link.seconds(1e8, ranks) == pytest.approx(0.35)
