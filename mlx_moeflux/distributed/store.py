@@ -120,8 +120,8 @@ class DistributedStore(ExpertStore):
             if complete is not None:
                 self._direct.count(len(ids), layer)
                 self.ranks.hash_choice(ids, begins=layer == self.layers[0])
-                local = self._tables[layer][ids]
-                own = self.from_bank(x, local, weights, *complete, pairs=pairs)
+                call = x, self._tables[layer][ids], weights, complete[0]
+                own = self.from_bank(*call, table=complete[1], pairs=pairs)
             elif self._turns is not None:
                 with self._turns.exclusive():
                     call = self._turns.begin_load(layer, ids, weights, ahead=ahead)
@@ -139,21 +139,13 @@ class DistributedStore(ExpertStore):
             totals.append(functools.reduce(operator.add, (total[:, k] for k in range(K))))
         return totals[0] if len(totals) == 1 else mx.concatenate(totals)
 
-    def from_bank(
-        self,
-        x: mx.array,
-        local: mx.array,
-        weights: mx.array,
-        bank: ExpertBank,
-        table: mx.array | None = None,
-        *,
-        pairs: bool = True,
-    ) -> mx.array:
+    def from_bank(self, *call: Any, table: mx.array | None = None, pairs: bool = True) -> mx.array:
         """Return the outputs of all pairs ``[N * K, C]``, or this rank's sums ``[N, C]``; lazy.
-        local, table: As `ids` and `table` of
+        call, table: x, ids, weights and bank, and the table, of
         :func:`~mlx_moeflux.experts.compute.from_whole_bank`, in this rank's numbers."""
-        call = x, local, weights, bank, self.compute
-        return from_whole_bank(*(self.by_pair(*call) if pairs else call), table=table)
+        given: Any = (*call, self.compute)
+        given = cast(Any, self.by_pair(*given) if pairs else given)
+        return from_whole_bank(*given, table=table)
 
     def read(self, layer: int, ids: mx.array, *others: mx.array) -> np.ndarray:
         """Return the ids on the host, in one evaluation with `others`."""
@@ -177,8 +169,16 @@ class DistributedStore(ExpertStore):
         """See :attr:`~mlx_moeflux.experts.store.Direct.generation`."""
         return self._direct.generation
 
-    def whole(self, layer: int) -> None:
-        """Return None: no caller can do without the other ranks."""
+    def whole(self, layer: int) -> tuple[ExpertBank, mx.array] | None:
+        """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""
+        found = self._direct.whole(layer) if self.one_kind and self._events is None else None
+        return (found[0], self._tables[layer]) if found and found[1] is None else None
+
+    def exchange(self, layer: int, ids: mx.array, own: mx.array) -> mx.array:
+        """See :attr:`~mlx_moeflux.experts.store.Direct.exchange`."""
+        with self.ranks.reporting():
+            self.ranks.hash_choice(ids, begins=layer == self.layers[0])
+            return self.ranks.sum(own)
 
     def count(self, tokens: int, layer: int | None = None) -> None:
         """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""

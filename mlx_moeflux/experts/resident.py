@@ -53,6 +53,7 @@ class ResidentStore(ExpertStore):
     # Without a listener. With one, models run no step from a trace.
     stays_on_device = True
     events: EventHook | None = None
+    exchange: None = None
 
     def __init__(
         self,

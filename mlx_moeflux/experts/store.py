@@ -9,7 +9,7 @@ bits.
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -40,8 +40,15 @@ class Direct(Protocol):
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
         """Return a layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: e is in
-        slot e), if all experts are in it and no listener wants its calls. Callers that compute with
-        them report it to :meth:`count`."""
+        slot e), if all experts of this process are in it and no listener wants its calls. Callers
+        that compute with them report it to :meth:`count`."""
+        ...
+
+    @property
+    def exchange(self) -> Callable[[int, mx.array, mx.array], mx.array] | None:
+        """Takes a layer, the ids ``[N, K]`` of a short call and the weighted outputs of this
+        process's experts ``[N, K, C]`` float32, -0.0 for those of others, which are in no slot of
+        :meth:`whole`, and returns all outputs; lazy. None: this process has all experts."""
         ...
 
     def count(self, tokens: int, layer: int | None = None) -> None:

@@ -176,7 +176,8 @@ def plan_machines(
         rates = {"ssd_gbps": ssd_gbps, "memory_gbps": memory_gbps}
         one = plan_machines(name, sizes, memories=[max(memories)], link=link, **rates)
         alone = (one.slow, one.fast) if one.fits else None
-    return MachinesPlan(name, sizes, tuple(machines), *speeds, tuple(lines), alone)
+    slow, fast = speeds
+    return MachinesPlan(name, sizes, tuple(machines), slow, fast, tuple(lines), alone)
 
 
 @cache

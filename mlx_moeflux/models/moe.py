@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -340,6 +341,7 @@ class SparseMoeBlock(Module):
             "normalise": self._router.norm_topk_prob,
             "table": table,
             "down": None if down is None else weights_of(down)[0],
+            "exchange": direct.exchange and partial(direct.exchange, self.layer),
             "steps": self._kernels,
         }
         implementation = operation.implementation(x, weights, bank, **options)

@@ -127,6 +127,8 @@ class StreamedStore(ExpertStore):
         UnsupportedError: The handshake has no native threads, or another policy than lfu and lru.
     """
 
+    exchange: None = None
+
     def __init__(
         self,
         reader: Reader,

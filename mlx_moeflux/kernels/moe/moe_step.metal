@@ -5,7 +5,7 @@
 #include "router.metal"
 
 // Simdgroup 0 chooses the token's experts; everybody then knows the slots and weights. Threadgroups
-// that `write` leave them in device memory too. table: expert -> slot; without TABLED slot e holds
+// that `write` leave them in device memory too, and the experts. table: expert -> slot; without TABLED slot e holds
 // expert e, and anything stands there.
 template <int E, int K, bool NORMALISE, bool TABLED, typename T, typename I>
 inline void choose_slots(
@@ -13,6 +13,7 @@ inline void choose_slots(
     const device I* table,
     device uint* slots,
     device float* weights,
+    device uint* ids,
     threadgroup uint* chosen,
     threadgroup float* share,
     bool write,
@@ -22,11 +23,12 @@ inline void choose_slots(
     softmax_choice<E, K, NORMALISE>(logits, chosen, share, lane);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (lane < K) {
-      const uint slot = TABLED ? uint(table[chosen[lane]]) : chosen[lane];
+      const uint id = chosen[lane], slot = TABLED ? uint(table[id]) : id;
       chosen[lane] = slot;
       if (write) {
         slots[lane] = slot;
         weights[lane] = share[lane];
+        ids[lane] = id;
       }
     }
   }
@@ -69,23 +71,31 @@ inline void shared_products(
   }
 }
 
-// y = residual + the experts' sum + sigmoid(score) shared: row `row` + lane of ROWS, whose products
-// lie side by side, those of the shared expert (SHARED) behind those of all K.
-template <int ROWS, int K, bool SHARED, bool SCORED, typename T>
-inline void finish_rows(
-    const threadgroup float* products,
-    const device uint* slots,
+// y = residual + the experts' sum + sigmoid(score) shared: row `row` + lane of some. shared: Those of
+// the shared expert (SHARED).
+template <bool SHARED, bool SCORED, typename T>
+inline void finish_row(
+    float experts,
+    const threadgroup float* shared,
     const device T* residual,
     const device T* score,
     device T* y,
-    uint num_slots,
     uint row,
     uint lane) {
-  const float experts = sum_of_experts<ROWS, K>(products, slots, -0.0f, num_slots, lane);
   if (SHARED) {
     const float factor = SCORED ? sigmoid(float(score[0])) : 1.0f;
-    y[row + lane] = T(float(residual[row + lane]) + experts + factor * products[K * ROWS + lane]);
+    y[row + lane] = T(float(residual[row + lane]) + experts + factor * shared[lane]);
   } else {
     y[row + lane] = T(float(residual[row + lane]) + experts);
   }
+}
+
+// The sum over a token's experts, whose outputs of this row lie OUT apart.
+template <int K, int OUT>
+inline float sum_of_outputs(const device float* outputs) {
+  float total = -0.0f;
+  for (int k = 0; k < K; ++k) {
+    total += outputs[k * OUT];
+  }
+  return total;
 }

@@ -9,18 +9,22 @@ Shapes:
     its factor is 1, and its first two products ``[F]``. norm: ``[C]``; bank: the experts by slot,
     affine, floats or in ggml's blocks; table: expert -> slot, ``[E]`` or more uint32, or None
     (expert e is in slot e); down: the shared expert's last matrix ``[C, F]``, or None.
+    exchange: where other processes have experts too, whose slots are not below the bank's: takes
+    the chosen ids ``[N, K]`` and the weighted outputs of this process's experts ``[N, K, C]``
+    float32, -0.0 for those of others, and returns all outputs.
     returns: like x.
 
 Composed it is eight launches, fused it is three, with the same bits. They compute the projections
 and the norm as one array; the choice of experts (each threadgroup for itself) and their inner
-values; the sum with the residual.
+values; the sum with the residual. An exchange cuts the last in two.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +58,8 @@ from mlx_moeflux.kernels.moe.expert_pairs import is_wide
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
+Exchange = Callable[[mx.array, mx.array], mx.array]
+
 
 class References:
     """The steps in plain MLX."""
@@ -76,13 +82,20 @@ def moe_step(
     normalise: bool = True,
     table: mx.array | None = None,
     down: Weight | None = None,
+    exchange: Exchange | None = None,
     steps: Any = References,
 ) -> mx.array:
     """Operation by operation, each as `steps` computes it."""
     logits, *shared, post = steps.project(x, weights, norm=norm, eps=eps, normed=True, flat=True)
     ids, share = steps.softmax_top_k(logits, k=k, normalise=normalise)
     slots = ids if table is None else table[ids]
-    y = steps.expert_mix(post, slots, share, bank)
+    if exchange is None:
+        y = steps.expert_mix(post, slots, share, bank)
+    else:
+        one, repeated = (-1, 1), mx.repeat(post, k, axis=0)
+        own = steps.expert_mix(repeated, slots.reshape(one), share.reshape(one), bank)
+        outputs = exchange(ids, own.reshape(-1, k, post.shape[-1]))
+        y = functools.reduce(operator.add, (outputs[:, i] for i in range(k)))
     if down is None:
         return steps.moe_combine(x.reshape(y.shape), y).reshape(x.shape)
     *score, gate, up = shared
@@ -95,19 +108,21 @@ def _inner_kernel(name: str, arrays: Sequence[str], rows: str) -> MetalKernel:
         name,
         file="moe_step.metal",
         inputs=("row", "table", *arrays),
-        # Behind the inner values of all pairs their slots, and then their weights: MLX takes
-        # several microseconds for every output.
+        # Behind the inner values of all pairs their slots, then their weights, then their experts:
+        # MLX takes several microseconds for every output.
         outputs=("h",),
         body=f"""
         threadgroup uint chosen[32];
         threadgroup float share[32];
         const uint pair = threadgroup_position_in_grid.y, token = pair / K, rank = pair % K;
         const uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
-        device float* weights = h + ulong(threadgroups_per_grid.y) * (OUT + 1);
         device uint* slots = (device uint*)(h + ulong(threadgroups_per_grid.y) * OUT);
+        device float* weights = h + ulong(threadgroups_per_grid.y) * (OUT + 1);
+        device uint* ids = (device uint*)(h + ulong(threadgroups_per_grid.y) * (OUT + 2));
         choose_slots<E, K, NORMALISE, TABLED>(
-            row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K, chosen,
-            share, threadgroup_position_in_grid.x == 0 && rank == 0, simdgroup, lane);
+            row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K,
+            ids + token * K, chosen, share, threadgroup_position_in_grid.x == 0 && rank == 0,
+            simdgroup, lane);
         {rows}(
             row + token * STRIDE + NORMED, {", ".join(arrays)},
             {"" if len(arrays) == 2 else "row, row, "}h + ulong(pair) * OUT, gate_shape[0],
@@ -117,6 +132,18 @@ def _inner_kernel(name: str, arrays: Sequence[str], rows: str) -> MetalKernel:
 
 
 _SHARED_INPUTS = ("shared_scales", "shared_biases")
+# Where the last launches of a block are, and what the first has written behind its inner values.
+_PLACE = """
+        const uint token = threadgroup_position_in_grid.y;
+        const uint first = threadgroup_position_in_grid.x * ROWS;
+        const uint k = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+"""
+_ROUTE = """
+        const device float* weights =
+            h + ulong(threadgroups_per_grid.y) * K * (IN + 1) + token * K;
+        const device uint* slots =
+            (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN) + token * K;
+"""
 _STAGE = """
         if (SHARED) {
           float unused;
@@ -148,13 +175,8 @@ def _finish_kernel(
         threadgroup float products[(K + 1) * ROWS];
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
-        const uint token = threadgroup_position_in_grid.y;
-        const uint first = threadgroup_position_in_grid.x * ROWS;
-        const uint k = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
-        const device float* weights =
-            h + ulong(threadgroups_per_grid.y) * K * (IN + 1) + token * K;
-        const device uint* slots =
-            (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN) + token * K;
+        {_PLACE}
+        {_ROUTE}
         {"" if blocks else _STAGE}
         if (k < K) {{
           if (slots[k] < down_shape[0]) {{
@@ -167,9 +189,10 @@ def _finish_kernel(
         }}
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (k == 0 && lane < ROWS) {{
-          finish_rows<ROWS, K, SHARED, SCORED>(
-              products, slots, residual + token * OUT, row + token * STRIDE + SCORE,
-              y + token * OUT, down_shape[0], first, lane);
+          finish_row<SHARED, SCORED>(
+              sum_of_experts<ROWS, K>(products, slots, -0.0f, down_shape[0], lane),
+              products + K * ROWS, residual + token * OUT, row + token * STRIDE + SCORE,
+              y + token * OUT, first, lane);
         }}
         """,
     )
@@ -189,41 +212,114 @@ _INNER_BLOCKS = _inner_kernel(
 _PRODUCTS = "block_products<ROWS, IN, OUT, PLAIN, EXACT, E>"
 _FINISH_BLOCKS = _finish_kernel("moe_step_finish_blocks", ("down",), _PRODUCTS)
 _ALL_BLOCKS = _finish_kernel("moe_step_finish_all_blocks", ("down",), _PRODUCTS, blocks=True)
-KERNELS = (_INNER, _FINISH, _INNER_BLOCKS, _FINISH_BLOCKS, _ALL_BLOCKS)
+# What an exchange cuts the last launch in.
+_OWN = MetalKernel(
+    "moe_step_own",
+    file="moe_step.metal",
+    inputs=("h", "down", "scales", "biases"),
+    outputs=("y",),
+    body=f"""
+        threadgroup float products[K * ROWS];
+        {_PLACE}
+        {_ROUTE}
+        const uint pair = token * K + k;
+        const bool is_own = slots[k] < down_shape[0];
+        if (is_own) {{
+          outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false>(
+              h + pair * IN, down, scales, biases, h, products + k * ROWS, weights[k], slots[k],
+              first, lane);
+        }}
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        if (lane < ROWS) {{
+          y[ulong(pair) * OUT + first + lane] = is_own ? products[k * ROWS + lane] : -0.0f;
+        }}
+        """,
+)
+_END = MetalKernel(
+    "moe_step_end",
+    file="moe_step.metal",
+    inputs=("outputs", "residual", "row", "w", *_SHARED_INPUTS),
+    outputs=("y",),
+    body=f"""
+        threadgroup float products[(K + 1) * ROWS];
+        threadgroup float values[STAGED];
+        threadgroup float sums[SUMS];
+        {_PLACE}
+        {_STAGE}
+        if (SHARED && k == K) {{
+          {_STAGED}
+        }}
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (k == 0 && lane < ROWS) {{
+          finish_row<SHARED, SCORED>(
+              sum_of_outputs<K, OUT>(outputs + ulong(token) * K * OUT + first + lane),
+              products + K * ROWS, residual + token * OUT, row + token * STRIDE + SCORE,
+              y + token * OUT, first, lane);
+        }}
+        """,
+)
+KERNELS = (_INNER, _FINISH, _INNER_BLOCKS, _FINISH_BLOCKS, _ALL_BLOCKS, _OWN, _END)
 
 
 def moe_step_fused(
-    x, weights, bank, *, norm, eps, k, normalise=True, table=None, down=None, steps=None
+    x,
+    weights,
+    bank,
+    *,
+    norm,
+    eps,
+    k,
+    normalise=True,
+    table=None,
+    down=None,
+    exchange=None,
+    steps=None,
 ) -> mx.array:
-    """The module's formula in three launches for a few rows. `steps` plays no part.
+    """The module's formula in three launches for a few rows, or four and an exchange. `steps` plays
+    no part.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels cannot read the matrices or the bank, or there is no GPU.
     """
-    inner, finish = _launches(x, weights, bank, k, normalise, table, down)
+    inner, *last = _launches(x, weights, bank, k, normalise, table, down, exchange)
     row = matvec.project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
     slots = row if table is None else table
     h = inner[0](row, slots, *gate, *up, **inner[1])[0]
     # Where there is no shared expert, any floats stand.
     shared = (x, x, x) if down is None else arrays_of(down)
-    return finish[0](h, *own, x, row, *shared, **finish[1])[0]
+    if exchange is None:
+        ((finish, how),) = last
+        return finish(h, *own, x, row, *shared, **how)[0]
+    of_own, (finish, how) = last
+    outputs = of_own[0](h, *own, **of_own[1])[0]
+    ids = h.reshape(-1)[len(h) * (bank.layout.F + 2) :].view(mx.uint32).reshape(-1, k)
+    return finish(exchange(ids, outputs), x, row, *shared, **how)[0]
 
 
 def _takes(
-    x, weights, bank, *, k, normalise=True, table=None, down=None, **options: object
+    x,
+    weights,
+    bank,
+    *,
+    k,
+    normalise=True,
+    table=None,
+    down=None,
+    exchange=None,
+    **options: object,
 ) -> bool:
     """Return True if the kernels can read all matrices."""
     try:
-        _launches(x, weights, bank, k, normalise, table, down)
+        _launches(x, weights, bank, k, normalise, table, down, exchange)
     except (ShapeError, UnsupportedError):
         return False
     alike = not any(weight.precise for weight in weights)
     return alike and tuple(len(weight.results) for weight in weights) in ENTRIES
 
 
-def _launches(x, weights, bank, k, normalise, table, down) -> tuple[Launch, Launch]:
+def _launches(x, weights, bank, k, normalise, table, down, exchange) -> tuple[Launch, ...]:
     """The launches behind the projections, for arguments of :func:`moe_step_fused`."""
     parts = tuple((matrix_of(w, x.shape[-1], blocks=True), w.results) for w in weights)
     shared = described = None
@@ -233,7 +329,7 @@ def _launches(x, weights, bank, k, normalise, table, down) -> tuple[Launch, Laun
     if table is not None:
         described = table.shape, table.dtype
     known = x.shape, x.dtype, parts, bank.layout, bank.slots, shared, described
-    return _launch(*known, k, normalise, most_threads())
+    return _launch(*known, k, normalise, exchange is not None, most_threads())
 
 
 @functools.lru_cache(maxsize=256)
@@ -247,8 +343,9 @@ def _launch(
     table: tuple[tuple[int, ...], mx.Dtype] | None,
     k: int,
     normalise: bool,
+    exchanged: bool,
     threads: int,
-) -> tuple[Launch, Launch]:
+) -> tuple[Launch, ...]:
     *leading, C = shape
     widths = [out for _, outs in parts for out in outs]
     E, N = widths[0], math.prod(leading)
@@ -262,6 +359,8 @@ def _launch(
         )
     if is_wide(layout):
         raise UnsupportedError(f"expert_mix takes experts of {C} in another order.")
+    if exchanged and layout.in_blocks:
+        raise UnsupportedError("moe_step exchanges no outputs of experts in blocks.")
     used = 32 * (k + (shared is not None))
     if used > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {k} experts.")
@@ -274,8 +373,9 @@ def _launch(
     template |= {"NORMALISE": normalise, "TABLED": table is not None, "STRIDE": stride}
     template |= {"NORMED": places[-1], "LOGITS": places[0]}
     blocks = F // (rows * groups), N * k
-    first = inner, launch_of(template, blocks, 32 * groups, [(N * k, F + 2)], mx.float32)
-    template = {**of_finish, "K": k, "IN": F, "OUT": C, "EXACT": exact}
+    first = inner, launch_of(template, blocks, 32 * groups, [(N * k, F + 3)], mx.float32)
+    reading = {**of_finish, "K": k, "IN": F, "OUT": C, "EXACT": exact}
+    template = {"K": k, "ROWS": of_finish["ROWS"], "OUT": C, "EXACT": exact}
     template |= {"SHARED": shared is not None, "SCORED": len(widths) == 4, "STRIDE": stride}
     template |= {"STAGED": 4, "SUMS": 1, "INNER": 32, "GATE": 0, "UP": 0, "SCORE": 0}
     template |= {"SHARED_BITS": 0, "SHARED_GROUP": 32, "SHARED_V": 4}
@@ -292,7 +392,10 @@ def _launch(
             template |= {"STAGED": staged, "SUMS": sums, "SHARED_V": words}
             template |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
     blocks = C // of_finish["ROWS"], N
-    return first, (finish, launch_of(template, blocks, used, [shape], dtype))
+    if not exchanged:
+        return first, (finish, launch_of({**reading, **template}, blocks, used, [shape], dtype))
+    own = _OWN, launch_of(reading, blocks, 32 * k, [(N, k, C)], mx.float32)
+    return first, own, (_END, launch_of(template, blocks, used, [shape], dtype))
 
 
 def _reading(

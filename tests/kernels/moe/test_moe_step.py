@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
 from mlx_moeflux.kernels.moe.moe_step import MOE_STEP, moe_step, moe_step_fused
 from mlx_moeflux.kernels.moe.router import softmax_top_k_fused
 from tests.kernels.cases import UNSET
-from tests.kernels.experts import dense, mix, random_array, random_bank, random_matrix
+from tests.kernels.experts import BETWEEN, dense, mix, random_array, random_bank, random_matrix
 from tests.kernels.harness import Case, emulated, error, float64
 from tests.kernels.metal.variant import plain_name
 
@@ -133,6 +133,48 @@ def test_more_experts_than_a_threadgroup_has_room_for():
                 moe_step_fused(*args, **options)
 
 
+ABSENT = 0xFFFFFFFF
+IN_PARTS = [param for param in CHOSEN if isinstance(param.values[0][7], int)]
+
+
+def parted(options, bank, own) -> dict:
+    """The options of a process whose experts e are those with ``own(e)``."""
+    table = np.array(options["table"]) if "table" in options else np.arange(bank.slots)
+    mine = np.array([own(e) for e in range(len(table))])
+    return options | {"table": mx.array(np.where(mine, table, ABSENT).astype(np.uint32))}
+
+
+@pytest.mark.parametrize("sizes", IN_PARTS)
+def test_processes_that_exchange_outputs_have_the_bits_of_one(whole_device, sizes):
+    (x, weights, bank), options = arguments(sizes)
+    N, K, C = sizes[0], sizes[1], sizes[3]
+    seen = []
+
+    def keep(ids, own):
+        seen.append((np.array(ids), own))
+        return own
+
+    def add(ids, own):
+        assert np.array_equal(ids, seen[0][0])
+        assert own.shape == (N, K, C)
+        gone = np.array(own)[np.array(ids) % 2 == 1]
+        assert not gone.any()
+        assert np.signbit(gone).all()
+        return own + seen[0][1]
+
+    odd, even = (parted(options, bank, lambda e, part=part: e % 2 == part) for part in (1, 0))
+    for step in (moe_step_fused, functools.partial(moe_step, steps=Apart)):
+        seen.clear()
+        step(x, weights, bank, **odd, exchange=keep)
+        y = step(x, weights, bank, **even, exchange=add)
+        assert mx.array_equal(y, moe_step_fused(x, weights, bank, **options)).item()
+
+
+def test_blocks_are_not_exchanged():
+    args, options = arguments(SIZES[8])
+    assert not takes(*args, **options, exchange=lambda ids, own: own)
+
+
 @pytest.mark.usefixtures("device")
 def test_tokens_together_or_apart_give_the_same_bits():
     (x, weights, bank), options = arguments(SIZES[1])
@@ -173,7 +215,12 @@ def test_wrong_arguments(edit):
 
 def launched(sizes, which):
     """Inputs and outputs of launch `which`, the first of which is h or y."""
-    args, options = arguments(sizes)
+    (*args, bank), options = arguments(sizes)
+    args.append(bank)
+    if which in CUT:
+        options |= {"exchange": lambda ids, own: own}
+    if which == "moe_step_own":
+        options = parted(options, bank, lambda e: e % 2)
     seen = {}
 
     def watch(kernel):
@@ -195,7 +242,8 @@ def launched(sizes, which):
 
 @functools.cache
 def truth(sizes):
-    """h ``[N * K, F]``, slots and weights, and y ``[N, 1, C]``, in float64."""
+    """h ``[N * K, F]``, slots, weights and ids, outputs of odd experts ``[N, K, C]`` and y
+    ``[N, 1, C]``, in float64."""
     (x, weights, bank), options = arguments(sizes)
     rows = float64(x)[:, 0]
     post = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
@@ -220,7 +268,15 @@ def truth(sizes):
         g, u = rest[:, -2 * inner : -inner], rest[:, -inner:]
         shared = (g / (1 + np.exp(-g)) * u) @ dense(options["down"]).T
         y += shared / (1 + np.exp(-rest[:, :1])) if sizes[6] else shared
-    return np.stack(h), slots, share, y[:, None]
+    down = dense(bank.down)
+    outputs = [down[s] @ inner for s, inner in zip(slots.reshape(-1), h, strict=True)]
+    outputs = np.stack(outputs).reshape(*ids.shape, -1) * (ids % 2 * share)[..., None]
+    return np.stack(h), slots, share, ids, outputs, y[:, None]
+
+
+PICKS = ("h", "slots", "weights", "ids", "outputs", "y")
+# The launches of a block whose outputs are exchanged.
+CUT = ("moe_step_own", "moe_step_end")
 
 
 def case(sizes, which, pick) -> Case:
@@ -230,14 +286,17 @@ def case(sizes, which, pick) -> Case:
             return [moe_step_fused(*args, **options)]
         N, K, F = sizes[0], sizes[1], sizes[4]
         (found,) = launched(sizes, which)[2][1]
-        h, *rest = mx.split(found.reshape(-1), [N * K * F, N * K * (F + 1)])
-        slots, weights = (part.reshape(N, K) for part in rest)
-        parts = h.reshape(N * K, F), slots.view(mx.uint32), weights
+        if which in CUT:
+            return [found]
+        h, *rest = mx.split(found.reshape(-1), [N * K * (F + i) for i in range(3)])
+        slots, weights, ids = (part.reshape(N, K) for part in rest)
+        parts = h.reshape(N * K, F), slots.view(mx.uint32), weights, ids.view(mx.uint32)
         return [parts[pick]]
 
-    name = "-".join(map(str, (*sizes[:6], ("h", "slots", "weights", "y")[pick])))
+    name = "-".join(map(str, (*sizes[:6], PICKS[pick])))
     limit = lambda: 1e-5 * float(np.abs(truth(sizes)[pick]).max())  # noqa: E731
-    return Case(name, call, lambda: [truth(sizes)[pick]], limit)
+    absent = BETWEEN if which == "moe_step_own" else ()
+    return Case(name, call, lambda: [truth(sizes)[pick]], limit, absent)
 
 
 FLOAT32 = [
@@ -262,20 +321,26 @@ WIDE = {
 }
 CASES = {
     "moe_step_inner": [
-        *(case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in (0, 1, 2)),
-        *(case(WIDE["moe_step_inner"], "moe_step_inner", pick) for pick in (0, 1, 2)),
+        *(case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in range(4)),
+        *(case(WIDE["moe_step_inner"], "moe_step_inner", pick) for pick in range(4)),
     ],
     "moe_step_finish": [
-        case(sizes, "moe_step_finish", 3) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
+        case(sizes, "moe_step_finish", 5) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
+    ],
+    "moe_step_own": [
+        case(sizes, "moe_step_own", 4) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
+    ],
+    "moe_step_end": [
+        case(sizes, "moe_step_end", 5) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
     ],
     "moe_step_inner_blocks": [
-        case(sizes, "moe_step_inner_blocks", pick) for sizes in IN_BLOCKS for pick in (0, 1, 2)
+        case(sizes, "moe_step_inner_blocks", pick) for sizes in IN_BLOCKS for pick in range(4)
     ],
     "moe_step_finish_blocks": [
-        case(sizes, "moe_step_finish_blocks", 3) for sizes in (*IN_WORDS, IN_BLOCKS[1])
+        case(sizes, "moe_step_finish_blocks", 5) for sizes in (*IN_WORDS, IN_BLOCKS[1])
     ],
     "moe_step_finish_all_blocks": [
-        case(sizes, "moe_step_finish_all_blocks", 3) for sizes in (IN_BLOCKS[0], ALL_BLOCKS)
+        case(sizes, "moe_step_finish_all_blocks", 5) for sizes in (IN_BLOCKS[0], ALL_BLOCKS)
     ],
 }
 EQUIVALENT = {
@@ -286,6 +351,10 @@ EQUIVALENT = {
         "moe_step_finish_all_blocks: off by one < -> <= (2)": "no slot has that number",
         "moe_step_finish_all_blocks: swapped parameters 3 and 4 of block_products (2)": (
             "slot 0 begins at 0, and any form but two is SWIGLU"
+        ),
+        "moe_step_own: off by one < -> <=": "no slot has that number",
+        "shared_products: swapped parameters 3 and 4 of add_staged": (
+            "both are 1 in float32; in 16 bits the bits of the launches that are replaced differ"
         ),
         "shared_products: off by one < -> + 1 <": UNSET,
         "shared_products: off by one < -> + 1 < (3)": "whole steps",
@@ -301,5 +370,5 @@ def test_agrees_with_the_reference(sizes):
     args, options = arguments(sizes)
     y, reference, exact = moe_step_fused(*args, **options), moe_step(*args, **options), truth(sizes)
     limit = 2e-6 if sizes[10] == mx.float32 else 4 * float(mx.finfo(sizes[10]).eps)
-    scale = np.abs(exact[3]).max()
-    assert error(y, float64(reference)) <= max(2 * error(reference, exact[3]), limit * scale)
+    scale = np.abs(exact[-1]).max()
+    assert error(y, float64(reference)) <= max(2 * error(reference, exact[-1]), limit * scale)

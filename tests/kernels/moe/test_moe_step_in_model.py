@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,9 @@ from tests.kernels.implementations import IMPLEMENTATIONS
 APART = "auto,moe_step=reference"
 
 
-def logits(kernels: str, memory: str) -> list[np.ndarray]:
+def logits(kernels: str, memory: str, **options: Any) -> list[np.ndarray]:
     """Of a short prompt and of two tokens after it."""
-    with load_model(BUNDLED_MODEL, kernels=kernels, expert_memory=memory) as model:
+    with load_model(BUNDLED_MODEL, kernels=kernels, expert_memory=memory, **options) as model:
         cache = model.make_cache()
         calls = [model(mx.array([ids]), cache) for ids in ([5, 6, 7], [9], [8])]
         found = [np.array(y.astype(mx.float32)) for y in calls]
@@ -49,6 +50,17 @@ def test_the_same_bits(memory, fused_calls):
         assert np.array_equal(a, b)
     # A layer that may have to read its experts goes the long way.
     assert bool(fused_calls) == (memory == "100%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("device_of_a_model")
+def test_a_rank_computes_its_own_experts(fused_calls):
+    """The only rank has all, so that its part and the end are the whole."""
+    alone = logits("auto", "100%")
+    fused_calls.clear()
+    for a, b in zip(logits("auto", "100%", distributed=mx.distributed.init()), alone, strict=True):
+        assert np.array_equal(a, b)
+    assert fused_calls
 
 
 @pytest.mark.slow
