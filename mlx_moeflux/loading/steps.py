@@ -84,6 +84,7 @@ def load(
         MoefluxError: One of its kinds, in one sentence; see :mod:`mlx_moeflux.errors`.
     """
     check_options("load", options, ("revision", "tokenizer_config", *NAMES))
+    _prepare_gpu()  # before ranks meet
     with reporting(options.get("distributed")) as ranks:
         gguf_file = options.pop("gguf_file", None)
         # Before a download; how many bytes a share is, the checkpoint says.

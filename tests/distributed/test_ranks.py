@@ -12,8 +12,9 @@ import pytest
 
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.distributed.ranks import HASH_FACTOR, Ranks, start_group
+from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.generation.sampling import make_sampler
-from mlx_moeflux.loading import load_model
+from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model, steps
 from mlx_moeflux.models.shapes import SHAPES
 from tests.devices import seen_as
 from tests.distributed.launch import results, start_job
@@ -120,6 +121,21 @@ def test_nccl_registers_no_buffers_unless_asked(given, want, monkeypatch):
     monkeypatch.setattr(mx.distributed, "init", init)
     start_group()
     assert found == [want]
+
+
+@pytest.mark.parametrize("function", [load, load_model])
+def test_a_gpu_is_prepared_before_ranks_meet(function, monkeypatch):
+    order = []
+
+    def meet(group):
+        order.append("ranks")
+        raise DistributedError("enough")
+
+    monkeypatch.setattr(steps, "_prepare_gpu", lambda: order.append("gpu"))
+    monkeypatch.setattr(steps, "reporting", meet)
+    with pytest.raises(DistributedError, match="enough"):
+        function(BUNDLED_MODEL, distributed=True)
+    assert order == ["gpu", "ranks"]
 
 
 def test_two_ranks_have_the_bits_of_one_process(directory_of, tmp_path):
