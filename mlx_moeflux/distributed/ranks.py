@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -87,8 +87,10 @@ class Ranks:
     def hash_choice(self, ids: mx.array | np.ndarray, *, begins: bool) -> None:
         """Add a layer's ids ``[N, K]`` uint32 to the hash of this call, which `begins` with it."""
         if len(ids) > 1:
-            products = ids * np.arange(1, 2 * len(ids), 2, dtype=np.uint32)[:, None]
-            ids = products.sum(0, keepdims=True).astype(cast(Any, ids.dtype))
+            # An array that the host makes may cost CUDA's allocator a copy.
+            where: Any = mx if isinstance(ids, mx.array) else np
+            odd = where.arange(1, 2 * len(ids), 2, dtype=where.uint32)[:, None]
+            ids = (ids * odd).sum(0, keepdims=True).astype(where.uint32)
         before = None if begins else self._hash
         self._hash = ids if before is None else before * HASH_FACTOR + ids
 

@@ -262,9 +262,9 @@ class RankSteps:
         mine = store.local_ids[layer][host]
         if ahead is not None and self._local.looks_ahead:
             following = store.layers[(store.layers.index(layer) + 1) % len(store.layers)]
-            options["ahead"] = indices(store.local_ids[following][np.array(ahead)])
+            options["ahead"] = store.local_ids[following][np.array(ahead)]
         own = np.take_along_axis(mine, own_columns(mine, store.count_held), axis=1)
-        call = self._local.begin_load(layer, indices(own), weights, **options)
+        call = self._local.begin_load(layer, own, weights, **options)
         call.host = mine
         return call
 

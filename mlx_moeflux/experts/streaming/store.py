@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -74,20 +75,23 @@ from mlx_moeflux.kernels.verify.failures import lacks_memory
 DEFAULT_THREADS = 8
 MOST_THREADS = 256
 
+# On the device, or where the host knows them already.
+Ids = mx.array | np.ndarray
+
 
 @dataclass(slots=True, eq=False)
 class Call:
     """A call of a layer, from :meth:`StreamedStore.begin_load` to
     :meth:`StreamedStore.release_after`.
 
-    ids, ahead: On the device, ``[N, K]``. host, request: The ids on the host, and the experts that
-    they need; None if the host need not know. missing: Experts that are being read for the call.
+    ids, ahead: ``[N, K]``. host, request: The ids on the host, and the experts that they need; None
+    if the host need not know. missing: Experts that are being read for the call.
     waves: The schedule of a call that needs more experts than there are slots.
     """
 
     state: StreamedLayer
-    ids: mx.array
-    ahead: mx.array | None = None
+    ids: Ids
+    ahead: Ids | None = None
     host: np.ndarray | None = None
     request: ExpertRequest | None = None
     missing: list[int] | None = None
@@ -353,7 +357,7 @@ class StreamedStore(ExpertStore):
                 raise
 
     def begin_load(
-        self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
+        self, layer: int, ids: Ids, weights: mx.array, *, ahead: Ids | None = None
     ) -> Call:
         """Take the ids of a call, notify policies and listeners, and begin to read missing experts;
         of a call that needs more experts than slots, those of the first wave. The ids of a layer
@@ -442,7 +446,8 @@ class StreamedStore(ExpertStore):
         few = not self.training and own.takes_few(weights.size, x.shape[0], bank)
         slot_of = state.table.slots_by_expert
         if call.host is None:
-            y = from_whole_bank(x, call.ids, weights, bank, own, table=state.device_table())
+            ids = cast(mx.array, call.ids)
+            y = from_whole_bank(x, ids, weights, bank, own, table=state.device_table())
         elif few and call.waves is None and call.host.max() < self.num_experts:
             slots = mx.array(slot_of[call.host].astype(np.uint32))
             y = from_whole_bank(x, slots, weights, bank, own, padded=False)
