@@ -41,10 +41,12 @@ def read_safetensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def pack_trunk(tensors: dict, directory: Path, *, bits_told: bool, flat_taps: bool) -> None:
-    """model_weights.bin and .json: names sorted, each tensor on a 64-byte boundary."""
+    """model_weights.bin and .json: names sorted, each tensor on a 64-byte boundary, and no head of
+    multi-token prediction."""
     entries = {}
+    names = sorted(n for n in tensors if ".switch_mlp." not in n and not n.startswith("mtp."))
     with open(directory / "model_weights.bin", "wb") as blob:
-        for name in sorted(n for n in tensors if ".switch_mlp." not in n):
+        for name in names:
             dtype, shape, data = tensors[name]
             if flat_taps and name.endswith("conv1d.weight"):
                 shape = shape[:2]
