@@ -22,7 +22,7 @@ from mlx_moeflux.errors import DistributedError, MoefluxError
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import trials
 
-# A GPU computes what is no longer than this in no time that counts as waiting.
+# Up to this size a GPU computes a rank's part of a sum in no time that would count as waiting.
 BRIEF_BYTES = 8 << 20
 # How many sums may be under way when the next is queued: a step's and that of its token.
 MOST_AHEAD = 2
@@ -226,9 +226,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Notify the other ranks if the block raises, so that none waits for this one. The error of
-        a collective, which MLX raises from whatever is evaluated next, becomes a DistributedError,
-        unless the heartbeat ends this process first, because it knows which rank is lost."""
+        """Notify the other ranks if the block raises, so that none waits for this one. MLX raises
+        the error of a collective at its next evaluation. It becomes a DistributedError, unless the
+        heartbeat ends this process first, because it knows which rank is lost."""
         try:
             yield
         except DistributedError:
