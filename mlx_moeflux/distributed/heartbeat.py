@@ -191,11 +191,11 @@ class Heartbeat:
         self._close("end")
 
     def _close(self, line: str) -> None:
-        if self._closing:
-            return
-        self._last_line, self._closing = line, True
-        with contextlib.suppress(OSError):  # the thread may have ended already
-            self._wake.send(b"\n")
+        if not self._closing:
+            self._last_line, self._closing = line, True
+            with contextlib.suppress(OSError):  # the thread may have ended already
+                self._wake.send(b"\n")
+        # A thread that has found a loss ends the process, with the only line.
         self._thread.join(self._limit)
 
     def _run(self) -> None:

@@ -71,6 +71,22 @@ def test_the_others_hear_why_a_rank_failed(ranks):
     assert losses[1].empty()
 
 
+def test_a_rank_that_fails_leaves_the_line_to_the_thread_that_writes_one(ranks):
+    every, _ = ranks
+    begun, written = queue.Queue(), []
+
+    def leave(reason):
+        begun.put(reason)
+        time.sleep(LIMIT / 4)
+        written.append(reason)
+
+    every[2]._on_loss = leave
+    every[1].fail("rank 1 failed")
+    begun.get(timeout=SECONDS)
+    every[2].fail("a collective failed, too")
+    assert written == ["rank 1 failed"]
+
+
 def test_the_others_hear_all_calls_and_the_end(ranks):
     every, losses = ranks
     texts = [f"step {i} " + i % 7 * "x" for i in range(1000)]
