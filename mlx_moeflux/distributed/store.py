@@ -186,8 +186,8 @@ class DistributedStore(ExpertStore):
 
     @property
     def steps(self) -> Steps | None:
-        """Where experts are on disk, the steps of a call for traces; see :class:`RankSteps`. None
-        if rank 0's choices are sent."""
+        """The :class:`RankSteps` of a store that reads experts from disk. None for a resident one,
+        and if rank 0 sends its choices."""
         return cast(Steps, self._turns) if self.one_kind and self._turns else None
 
     def stats(self) -> ExpertStats:

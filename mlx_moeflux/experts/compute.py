@@ -234,9 +234,9 @@ def by_pair(
     *,
     absent: int,
 ) -> tuple[mx.array, mx.array, mx.array, ExpertBank, ExpertCompute]:
-    """Return the arguments of a call of N tokens and K experts as those of one with a token for
-    each of the N K pairs, which returns their weighted outputs, and -0.0 for padding. It is
-    computed by what computes the whole call. absent: An id of padding."""
+    """Turn a call of N tokens and K experts into one of N K tokens, one for each pair. That call
+    returns the weighted output of each pair, and -0.0 for padding. The implementation of the whole
+    call computes it. absent: An id of padding."""
     N, K = ids.shape
     compute = replace(compute, mix=compute.mix.implementation(x, None, weights, bank))
     x, ids, weights = mx.repeat(x, K, axis=0), ids.reshape(-1, 1), weights.reshape(-1, 1)

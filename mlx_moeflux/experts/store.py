@@ -46,9 +46,10 @@ class Direct(Protocol):
 
     @property
     def exchange(self) -> Callable[[int, mx.array, mx.array], mx.array] | None:
-        """Takes a layer, the ids ``[N, K]`` of a short call and the weighted outputs of this
-        process's experts ``[N, K, C]`` float32, -0.0 for those of others, which are in no slot of
-        :meth:`whole`, and returns all outputs; lazy. None: this process has all experts."""
+        """Adds the outputs of other processes to a short call; lazy. It takes the layer, the ids
+        ``[N, K]`` and this process's weighted outputs ``[N, K, C]`` float32, and returns all
+        outputs. The bank of :meth:`whole` has no slot for experts of others; their outputs are
+        -0.0 before. None: This process has all experts."""
         ...
 
     def count(self, tokens: int, layer: int | None = None) -> None:

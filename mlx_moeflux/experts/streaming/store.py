@@ -417,7 +417,7 @@ class StreamedStore(ExpertStore):
             ) from None
 
     def upload(self, slots: list[list[int]]) -> mx.array:
-        """Return slots ``[N, K]`` uint32 where a kernel finds them at once."""
+        """Return slots ``[N, K]`` uint32 as an array that a GPU reads where the host wrote it."""
         found = mx.array(slots, mx.uint32)
         if self._uploads is not None:
             self._uploads.advise_gpu(found)

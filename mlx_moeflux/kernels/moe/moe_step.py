@@ -160,6 +160,18 @@ _IN_BLOCKS = """block_products<ROWS, INNER, OUT, SWIGLU, EXACT, S>(
               0, first, lane);"""
 
 
+def _finish_rows(experts: str) -> str:
+    """The end of a last launch. experts: The sum of the experts' outputs of a row."""
+    return f"""
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (k == 0 && lane < ROWS) {{
+          finish_row<SHARED, SCORED>(
+              {experts}, products + K * ROWS, residual + token * OUT,
+              row + token * STRIDE + SCORE, y + token * OUT, first, lane);
+        }}
+        """
+
+
 def _finish_kernel(
     name: str, arrays: Sequence[str], products: str, *, blocks: bool = False
 ) -> MetalKernel:
@@ -187,13 +199,7 @@ def _finish_kernel(
         }} else if (SHARED) {{
           {_IN_BLOCKS if blocks else _STAGED}
         }}
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (k == 0 && lane < ROWS) {{
-          finish_row<SHARED, SCORED>(
-              sum_of_experts<ROWS, K>(products, slots, -0.0f, down_shape[0], lane),
-              products + K * ROWS, residual + token * OUT, row + token * STRIDE + SCORE,
-              y + token * OUT, first, lane);
-        }}
+        {_finish_rows("sum_of_experts<ROWS, K>(products, slots, -0.0f, down_shape[0], lane)")}
         """,
     )
 
@@ -249,13 +255,7 @@ _END = MetalKernel(
         if (SHARED && k == K) {{
           {_STAGED}
         }}
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (k == 0 && lane < ROWS) {{
-          finish_row<SHARED, SCORED>(
-              sum_of_outputs<K, OUT>(outputs + ulong(token) * K * OUT + first + lane),
-              products + K * ROWS, residual + token * OUT, row + token * STRIDE + SCORE,
-              y + token * OUT, first, lane);
-        }}
+        {_finish_rows("sum_of_outputs<K, OUT>(outputs + ulong(token) * K * OUT + first + lane)")}
         """,
 )
 KERNELS = (_INNER, _FINISH, _INNER_BLOCKS, _FINISH_BLOCKS, _ALL_BLOCKS, _OWN, _END)
