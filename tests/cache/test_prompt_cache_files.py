@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.cache.prompt.disk import PromptDirectory
 from mlx_moeflux.cache.state import files as statefile
 from tests.models_at_hand import model_of, reply, texts
 
@@ -123,6 +126,33 @@ def test_a_bad_file_is_ignored_with_one_warning(model, directory, fault, which):
         assert reply(model, prompt, cache) == (expected, 0)
 
 
+def test_a_parent_is_used_later_than_its_child_whichever_threads_say_so(tmp_path, monkeypatch):
+    """The pruning removes children first. The first thread is slow to set its time."""
+    files, root = PromptDirectory(tmp_path, 1 << 20), SimpleNamespace(key="model")
+    parent, child = SimpleNamespace(key="parent"), SimpleNamespace(key="child")
+    paths = [files._path(root, node) for node in (parent, child)]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.touch()
+    begun, utime = threading.Event(), os.utime
+
+    def slow(*args, **options):
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.1)
+        utime(*args, **options)
+
+    monkeypatch.setattr(os, "utime", slow)
+    first = threading.Thread(target=files.touch, args=([parent], root))
+    first.start()
+    assert begun.wait(10)
+    files.touch([parent, child], root)
+    first.join()
+    files.close()
+    late, early = (path.stat().st_mtime_ns for path in paths)
+    assert late > early
+
+
 def test_files_that_belong_to_nobody_are_left_alone(model, directory):
     (prompt,) = texts(1)
     fill(model, directory, prompt)
@@ -217,6 +247,7 @@ import sys, time
 from pathlib import Path
 from mlx_moeflux.cache.state import files as statefile
 from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.cache.prompt.disk import PromptDirectory
 from tests.models_at_hand import TWIN, model_of, reply, texts
 
 directory, which, slow = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "slow"

@@ -159,11 +159,12 @@ class PromptDirectory:
 
     def touch(self, path: Sequence[Node], root: Node) -> None:
         """Set the times of use of a path, root first; a parent's is later than its children's."""
-        now = time.time_ns()
-        for depth, node in enumerate(path):
-            with contextlib.suppress(OSError):
-                at = now + len(path) - depth
-                os.utime(self._path(root, node), ns=(at, at))
+        with self._lock:  # the later of two threads sets the later times
+            now = time.time_ns()
+            for depth, node in enumerate(path):
+                with contextlib.suppress(OSError):
+                    at = now + len(path) - depth
+                    os.utime(self._path(root, node), ns=(at, at))
 
     def flush(self) -> None:
         """Wait for all writes and warn of those that failed."""
