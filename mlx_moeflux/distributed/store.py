@@ -10,7 +10,6 @@ result has the bits of one process.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -26,22 +25,13 @@ from mlx_moeflux.experts.store import ExpertStore, Steps, Streaming
 from mlx_moeflux.experts.streaming.store import Call, StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, add_outputs
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT
 
 # What one collective sends at most; a slow link takes a second or two for it.
 EXCHANGE_BYTES = 64 << 20
 # Calls of more tokens are prompts, whose sums are reduced before they are sent.
 EXACT_TOKENS = 64
-
-
-def own_columns(local: np.ndarray, count: int) -> np.ndarray:
-    """Return an order of the columns of `local`, ``[N, min(K, count)]``, in which each row ascends
-    and other ranks' experts, which are padding, come last.
-
-    local: Ids ``[N, K]`` in a rank's numbers, see :meth:`Places.local_ids`. count: Its experts.
-    """
-    return np.argsort(local, axis=1, kind="stable")[:, : min(local.shape[1], count)]
 
 
 class DistributedStore(ExpertStore):
@@ -135,8 +125,7 @@ class DistributedStore(ExpertStore):
         own = own.reshape(-1, K, own.shape[1])
         step, totals = max(1, EXCHANGE_BYTES // own[0].nbytes), []
         for start in range(0, len(own), step):
-            total = self.ranks.sum(own[start : start + step])
-            totals.append(functools.reduce(operator.add, (total[:, k] for k in range(K))))
+            totals.append(add_outputs(self.ranks.sum(own[start : start + step])))
         return totals[0] if len(totals) == 1 else mx.concatenate(totals)
 
     def from_bank(self, *call: Any, table: mx.array | None = None, pairs: bool = True) -> mx.array:
@@ -263,7 +252,8 @@ class RankSteps:
         if ahead is not None and self._local.looks_ahead:
             following = store.layers[(store.layers.index(layer) + 1) % len(store.layers)]
             options["ahead"] = store.local_ids[following][np.array(ahead)]
-        own = np.take_along_axis(mine, own_columns(mine, store.count_held), axis=1)
+        # Each row ascends, and other ranks' experts, which are padding, come last.
+        own = np.sort(mine, axis=1)[:, : min(mine.shape[1], store.count_held)]
         call = self._local.begin_load(layer, own, weights, **options)
         call.host = mine
         return call
@@ -278,6 +268,9 @@ class RankSteps:
         self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
     ) -> mx.array:
         """Compute and exchange a short call from the slots of :meth:`slots_of`; lazy."""
+        mix = self._store.compute.mixer(x, weights, bank)
+        if mix is not None and mix.exchanges is not None and mix.exchanges(bank):
+            return mix.function(x, slots, weights, bank, exchange=self._store.ranks.sum)
         return self._store.exchanged(self._store.from_bank(x, slots, weights, bank), slots.shape[1])
 
     def compute(self, call: Call, x: mx.array, weights: mx.array, *, pairs: bool) -> mx.array:

@@ -36,6 +36,7 @@ class Implementation:
         None: as many as the reference.
     adds: Adds the terms of some pairs to an array of the host, for a call that is made in parts;
         None: it cannot.
+    exchanges: Bank -> whether it takes `exchange` with it; None: it never does.
     joins: Whether each of up to four rows of a call has the bits of a call by itself, or, by the
         call's arguments, whether it has; see :mod:`~mlx_moeflux.kernels.rows`.
     """
@@ -46,6 +47,7 @@ class Implementation:
     takes: Callable[..., bool] | None = None
     pair_bytes: Callable[..., int] | None = None
     adds: Callable[..., None] | None = None
+    exchanges: Callable[..., bool] | None = None
     joins: bool | Callable[..., bool] = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -242,7 +242,7 @@ class Dispatcher:
         def one_by_one(*args, **kwargs):
             return self._one_by_one(found.function, len(args[0]), args, kwargs)
 
-        return replace(found, function=one_by_one, adds=None)
+        return replace(found, function=one_by_one, adds=None, exchanges=None)
 
     def takes(self, *args, **kwargs) -> bool:
         """Return True if :meth:`implementation` gives another than the reference for these

@@ -9,7 +9,6 @@ import pytest
 
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.distributed.placement import ById, Places, make_placement, make_places
-from mlx_moeflux.distributed.store import own_columns
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo
 from mlx_moeflux.loading import load_model
@@ -32,7 +31,7 @@ def rank_trace(trace: Trace, places: Places, rank: int) -> Trace:
     calls = []
     for call in trace:
         local = tables[call.layer][call.ids]
-        order = own_columns(local, count)
+        order = np.argsort(local, axis=1, kind="stable")[:, : min(local.shape[1], count)]
         guess = call.guess
         if guess is not None:
             own = tables[following[call.layer]][list(guess)].tolist()

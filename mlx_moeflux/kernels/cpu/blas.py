@@ -375,13 +375,15 @@ def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.arra
 
 
 @quiet
-def expert_mix_blas(x, slots, weights, bank, *, initial=None) -> mx.array:
+def expert_mix_blas(x, slots, weights, bank, *, initial=None, exchange=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` in float32: slot by slot, then one sum
     in the order of k.
 
     Raises:
         UnsupportedError: See :func:`project_blas`.
     """
+    if exchange is not None:
+        raise UnsupportedError("expert_mix=blas exchanges no outputs.")
     rows = numbers(x)
     N, K = slots.shape
     where = values_of(slots).reshape(-1).astype(np.int64)

@@ -279,6 +279,11 @@ def expert_ffn(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
     return bank.down.matmul(bank.activation(gate, up), slots)[:P]
 
 
+def add_outputs(outputs: mx.array) -> mx.array:
+    """``[N, K, C]`` -> ``[N, C]``: weighted outputs of experts, added in the order of k."""
+    return functools.reduce(operator.add, (outputs[:, k] for k in range(outputs.shape[1])))
+
+
 def accumulate_experts(
     out: mx.array, weights: mx.array, initial: mx.array | None = None
 ) -> mx.array:

@@ -7,6 +7,9 @@ Shapes:
     x: ``[N, C]``; slots: ``[N, K]`` uint32, a number that no slot has, such as :data:`ABSENT`,
     where there is no expert (nothing is added for it, and nothing read); weights: ``[N, K]``
     float32; bank: the experts by slot; initial: ``[N, C]`` float32 or None.
+    exchange: where other processes have experts too, and `initial` is None: takes the weighted
+    outputs of this process's experts ``[N, K, C]`` float32, -0.0 for those of others, and returns
+    all outputs.
     returns: ``[N, C]`` float32.
 
 Terms are added in float32 in the order of k. In one implementation, what an expert gives a token
@@ -17,6 +20,7 @@ continued with `initial`, and tokens may be computed together or apart, without 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -30,6 +34,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     ExpertBank,
     ProjectionBank,
     accumulate_experts,
+    add_outputs,
     expert_ffn,
 )
 from mlx_moeflux.kernels.moe.expert_pairs import checked, pair_bytes, readable
@@ -45,22 +50,27 @@ def expert_mix(
     bank: ExpertBank,
     *,
     initial: mx.array | None = None,
+    exchange: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
     """The module's formula in plain MLX: every pair, then one sum."""
     N, K = slots.shape
     real = slots < bank.slots
     rows = expert_ffn(mx.repeat(x, K, axis=0), mx.where(real, slots, 0).reshape(-1), bank)
     rows = mx.where(real[..., None], rows.reshape(N, K, -1), mx.array(-0.0, rows.dtype))
-    return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
+    weights = mx.where(real, weights, 0.0)
+    if exchange is not None:
+        return add_outputs(exchange(rows.astype(mx.float32) * weights[..., None]))
+    return accumulate_experts(rows, weights, initial)
 
 
-def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
+def expert_mix_grouped(x, slots, weights, bank, *, initial=None, exchange=None) -> mx.array:
     """The module's formula for many tokens, in five launches: pairs are grouped by expert.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
-        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+        UnsupportedError: The kernels do not know this bank, there is an exchange, or no GPU.
     """
+    expert_pairs.refuse_exchange("grouped", exchange)
     checked(x, slots, weights, bank, initial)
     return expert_tiles.grouped(x, slots, weights, bank, initial)
 
@@ -114,6 +124,7 @@ EXPERT_MIX = Operation(
             kernels=expert_pairs.KERNELS,
             takes=expert_pairs.readable_in_pairs,
             pair_bytes=pair_bytes,
+            exchanges=expert_pairs.exchanges,
             joins=True,
         ),
         "rows": Implementation(

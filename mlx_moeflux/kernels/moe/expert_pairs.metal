@@ -159,6 +159,16 @@ inline float sum_of_experts(
   return total;
 }
 
+// The sum over a token's experts, whose outputs of this row lie OUT apart, in ascending k.
+template <int K, int OUT>
+inline float sum_of_outputs(const device float* outputs) {
+  float total = -0.0f;
+  for (int k = 0; k < K; ++k) {
+    total += outputs[k * OUT];
+  }
+  return total;
+}
+
 // y[n] = initial[n] + sum_k weights[n, k] (down[s] h[n, k] (+ bias[s])), s = slots[n, k], in ascending
 // k; an absent expert adds nothing. Simdgroup k of a threadgroup computes ROWS rows of pair (n, k).
 template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,

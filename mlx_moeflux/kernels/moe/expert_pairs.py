@@ -26,9 +26,10 @@ from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 MOST_EXPERTS_A_TOKEN = 16
 
 
-def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
-    """The module's formula for few tokens, in two launches: each pair reads its expert. The kernels
-    of banks in blocks are those of :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
+def expert_mix_pairs(x, slots, weights, bank, *, initial=None, exchange=None) -> mx.array:
+    """The module's formula for few tokens, in two launches, or three and an exchange: each pair
+    reads its expert. The kernels of banks in blocks are those of
+    :mod:`~mlx_moeflux.kernels.moe.expert_blocks`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -38,8 +39,26 @@ def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
     gate, up, down = bank.arrays
     of_inner, of_down = bank.bias_arrays
     h = inner[0](x, slots, *gate, *up, *of_inner, **inner[1])[0]
+    if exchange is not None:
+        own, total = _exchanged_launches(bank.layout, *slots.shape, x.dtype)
+        outputs = own[0](h, slots, weights, *down, *of_down, **own[1])[0]
+        return total[0](exchange(outputs), **total[1])[0]
     start = weights if initial is None else initial
     return outer[0](h, slots, weights, *down, *of_down, start, **outer[1])[0]
+
+
+def exchanges(bank: ExpertBank) -> bool:
+    """Return True if the kernels exchange the outputs of this bank's experts."""
+    try:
+        return not bank.layout.in_blocks and not is_wide(bank.layout)
+    except UnsupportedError:
+        return False
+
+
+def refuse_exchange(name: str, exchange: object) -> None:
+    """Raise :class:`UnsupportedError` unless `exchange` is None. name: Of the implementation."""
+    if exchange is not None:
+        raise UnsupportedError(f"expert_mix={name} exchanges no outputs.")
 
 
 def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
@@ -158,12 +177,53 @@ _OUTER_WIDE = MetalKernel(
             thread_index_in_simdgroup);
     """,
 )
+# What an exchange cuts the second launch in.
+_OWN = {
+    biased: MetalKernel(
+        "expert_own" + "_biased" * biased,
+        file="expert_pairs.metal",
+        inputs=(*_OUTER_INPUTS, *("bias",) * biased),
+        outputs=("y",),
+        body=f"""
+        threadgroup float products[K * ROWS];
+        const uint k = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+        const uint pair = threadgroup_position_in_grid.y * K + k;
+        const uint first = threadgroup_position_in_grid.x * ROWS;
+        const bool is_own = slots[pair] < down_shape[0];
+        if (is_own) {{
+          outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, {"true" if biased else "false"}>(
+              h + ulong(pair) * IN, down, scales, biases, {"bias" if biased else "h"},
+              products + k * ROWS, weights[pair], slots[pair], first, lane);
+        }}
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        if (lane < ROWS) {{
+          y[ulong(pair) * OUT + first + lane] = is_own ? products[k * ROWS + lane] : -0.0f;
+        }}
+        """,
+    )
+    for biased in (False, True)
+}
+_TOTAL = MetalKernel(
+    "expert_total",
+    file="expert_pairs.metal",
+    inputs=("outputs",),
+    outputs=("y",),
+    body="""
+        const uint row = thread_position_in_grid.x;
+        const ulong token = thread_position_in_grid.y;
+        if (row < OUT) {
+          y[token * OUT + row] = sum_of_outputs<K, OUT>(outputs + token * K * OUT + row);
+        }
+    """,
+)
 
-_OF_PAIRS = (*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE)
+_OF_PAIRS = (*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE, *_OWN.values(), _TOTAL)
 KERNELS = (*_OF_PAIRS, *expert_blocks.KERNELS)
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
+# A threadgroup of these adds outputs.
+TOTAL_THREADS = 128
 
 
 # From this C on simdgroups share the columns (docs/notes/kernels.md).
@@ -194,9 +254,7 @@ def _outer_launch(
     layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool, threads: int
 ) -> Launch:
     C, F, rows, matrix, kernel = layout.C, layout.F, OUTER_ROWS, layout.down, _OUTER[layout.biased]
-    template = {"K": K, "IN": F, "OUT": C, "BITS": matrix.bits, "GROUP": matrix.group}
-    exact = dtype == mx.float32 or matrix.tiny
-    template |= {"V": matrix.access(F, 16), "EXACT": exact, "CONTINUES": continues}
+    template = _outer_template(layout, K, dtype) | {"CONTINUES": continues}
     groups, parts = K, _outer_parts(layout, K, threads)
     if parts:
         kernel, groups = _OUTER_WIDE, K * parts
@@ -205,6 +263,30 @@ def _outer_launch(
         template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
     template["ROWS"] = rows
     return kernel, launch_of(template, (C // rows, N), 32 * groups, [(N, C)], mx.float32)
+
+
+@functools.lru_cache(maxsize=256)
+def _exchanged_launches(
+    layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype
+) -> tuple[Launch, Launch]:
+    """The launches in front of an exchange and behind it.
+
+    Raises:
+        UnsupportedError: No kernel exchanges the outputs of such experts.
+    """
+    if layout.in_blocks or is_wide(layout):
+        raise UnsupportedError("expert_mix exchanges no outputs of experts in blocks or so wide.")
+    C, template = layout.C, _outer_template(layout, K, dtype) | {"ROWS": OUTER_ROWS}
+    own = launch_of(template, (C // OUTER_ROWS, N), 32 * K, [(N, K, C)], mx.float32)
+    blocks = -(-C // TOTAL_THREADS), N
+    total = launch_of({"K": K, "OUT": C}, blocks, TOTAL_THREADS, [(N, C)], mx.float32)
+    return (_OWN[layout.biased], own), (_TOTAL, total)
+
+
+def _outer_template(layout: ExpertLayout, K: int, dtype: mx.Dtype) -> dict[str, int]:
+    F, matrix = layout.F, layout.down
+    template = {"K": K, "IN": F, "OUT": layout.C, "BITS": matrix.bits, "GROUP": matrix.group}
+    return template | {"V": matrix.access(F, 16), "EXACT": dtype == mx.float32 or matrix.tiny}
 
 
 def _outer_parts(layout: ExpertLayout, K: int, threads: int) -> int:

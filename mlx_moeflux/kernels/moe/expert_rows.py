@@ -20,7 +20,7 @@ from mlx_moeflux.kernels.linear.quantised import ExpertLayout
 from mlx_moeflux.kernels.linear.small_batch import Tiling, partial_floats, simdgroups, tiling
 from mlx_moeflux.kernels.moe import expert_pairs, expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
-from mlx_moeflux.kernels.moe.expert_pairs import checked, expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_pairs import checked, expert_mix_pairs, refuse_exchange
 from mlx_moeflux.kernels.moe.expert_tiles import combine, grouped, list_pairs, list_tiles
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
@@ -59,15 +59,16 @@ _OUTER = MetalKernel(
 KERNELS = (_INNER, _OUTER, *expert_tiles.KERNELS, *expert_pairs.KERNELS)
 
 
-def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
+def expert_mix_rows(x, slots, weights, bank, *, initial=None, exchange=None) -> mx.array:
     """The module's formula, in five launches. float32, and banks whose rows do not go in steps, go
     to :func:`~mlx_moeflux.kernels.moe.expert_pairs.expert_mix_pairs`; banks in MXFP4 or in blocks,
     with biases or a clamp to :func:`~mlx_moeflux.kernels.moe.expert_tiles.grouped`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
-        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+        UnsupportedError: The kernels do not know this bank, there is an exchange, or no GPU.
     """
+    refuse_exchange("rows", exchange)
     checked(x, slots, weights, bank, initial)
     if not bank.layout.plain:
         return grouped(x, slots, weights, bank, initial)

@@ -89,13 +89,3 @@ inline void finish_row(
     y[row + lane] = T(float(residual[row + lane]) + experts);
   }
 }
-
-// The sum over a token's experts, whose outputs of this row lie OUT apart.
-template <int K, int OUT>
-inline float sum_of_outputs(const device float* outputs) {
-  float total = -0.0f;
-  for (int k = 0; k < K; ++k) {
-    total += outputs[k * OUT];
-  }
-  return total;
-}

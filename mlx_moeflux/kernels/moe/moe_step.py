@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ from mlx_moeflux.kernels.moe import (
     moe_combine,
     router,
 )
-from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank, add_outputs
 from mlx_moeflux.kernels.moe.expert_pairs import is_wide
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
@@ -94,8 +93,7 @@ def moe_step(
     else:
         one, repeated = (-1, 1), mx.repeat(post, k, axis=0)
         own = steps.expert_mix(repeated, slots.reshape(one), share.reshape(one), bank)
-        outputs = exchange(ids, own.reshape(-1, k, post.shape[-1]))
-        y = functools.reduce(operator.add, (outputs[:, i] for i in range(k)))
+        y = add_outputs(exchange(ids, own.reshape(-1, k, post.shape[-1])))
     if down is None:
         return steps.moe_combine(x.reshape(y.shape), y).reshape(x.shape)
     *score, gate, up = shared

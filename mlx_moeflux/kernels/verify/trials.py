@@ -280,7 +280,7 @@ def attempt(
     call.arguments.pop("steps", None)
     if call.arguments.get("exchange") is not None:
         # Other processes may have no such trial now.
-        call.arguments["exchange"] = lambda ids, own: own
+        call.arguments["exchange"] = lambda *given: given[-1]
     call = _cut(operation, function, call)
     dtype = _dtype(call)
     floor = FLOORS[dtype] * operation.floor

@@ -18,7 +18,12 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     accumulate_experts,
 )
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX, expert_mix, expert_mix_grouped
-from mlx_moeflux.kernels.moe.expert_pairs import columns_count, expert_mix_pairs, pair_bytes
+from mlx_moeflux.kernels.moe.expert_pairs import (
+    columns_count,
+    exchanges,
+    expert_mix_pairs,
+    pair_bytes,
+)
 from tests.kernels.cases import PAST
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
 from tests.kernels.harness import Case, emulated, error, launched, patched, usually
@@ -144,6 +149,42 @@ def test_pairs_by_themselves_add_up_to_a_call(whole_device, sizes, name):
     expected = np.array(compute(x, slots, weights, bank))
     assert np.isfinite(expected).all()
     assert np.array_equal(total.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES[0], SIZES[14], *slow(SIZES[1], SIZES[4], SIZES[20], SIZES[33])]
+)
+def test_processes_that_exchange_outputs_have_the_bits_of_one(whole_device, sizes):
+    x, slots, weights, bank = case(*sizes, absent=0.3)
+    odd = np.array(slots) % 2 == 1
+    seen = []
+
+    def keep(own):
+        seen.append(own)
+        return own
+
+    def add(own):
+        assert own.shape == (*slots.shape, x.shape[1])
+        for there, outputs in ((odd, own), (~odd, seen[0])):
+            gone = np.array(outputs)[there]
+            assert not gone.any()
+            assert np.signbit(gone).all()
+        return own + seen[0]
+
+    assert exchanges(bank)
+    for compute in (expert_mix_pairs, expert_mix):
+        seen.clear()
+        for there, exchange in ((odd, keep), (~odd, add)):
+            own = mx.where(mx.array(there), slots, mx.array(ABSENT, mx.uint32))
+            y = compute(x, own, weights, bank, exchange=exchange)
+        assert mx.array_equal(y, compute(x, slots, weights, bank)).item()
+
+
+def test_wide_experts_are_not_exchanged():
+    args = case(*SIZES[12])
+    assert not exchanges(args[-1])
+    with emulated(name="cuda"), pytest.raises(UnsupportedError, match="exchanges no outputs"):
+        expert_mix_pairs(*args, exchange=lambda own: own)
 
 
 @pytest.mark.slow
@@ -356,8 +397,9 @@ def test_scratch_is_what_the_launches_allocate():
     assert pair_bytes(bank, mx.bfloat16) == 2 * (128 + 96) + 16
 
 
-def mixed(sizes, *, absent=0.0, tile=None) -> Case:
-    """One of SIZES as a case; `tile` forces the grouped implementation."""
+def mixed(sizes, *, absent=0.0, tile=None, exchanged=False) -> Case:
+    """One of SIZES as a case; `tile` forces the grouped implementation. exchanged: With an exchange
+    of outputs, which are results too."""
 
     @functools.cache
     def drawn():
@@ -367,19 +409,30 @@ def mixed(sizes, *, absent=0.0, tile=None) -> Case:
 
     @functools.cache
     def truth():
-        return mix(*drawn())
+        if exchanged:
+            x, slots, weights, bank, _ = drawn()
+            one, rows = (-1, 1), mx.repeat(x, slots.shape[1], axis=0)
+            outputs = mix(rows, slots.reshape(one), weights.reshape(one), bank, None)
+            return [mix(x, slots, weights, bank, None), outputs.reshape(*slots.shape, -1)]
+        return [mix(*drawn())]
 
     def call():
         *args, initial = drawn()
+        if exchanged:
+            seen = []
+            total = expert_mix_pairs(*args, exchange=lambda own: seen.append(own) or own)
+            return [total, *seen]
         if tile is None:
             return [expert_mix_pairs(*args, initial=initial)]
         return [expert_tiles.grouped(*args, initial, tiles=(tile, tile))]
 
     def limit():
-        return 2 * np.abs(mix(*drawn(), rounded=drawn()[0].dtype) - truth()).max()
+        *args, initial = drawn()
+        initial = None if exchanged else initial
+        return 2 * np.abs(mix(*args, initial, rounded=args[0].dtype) - truth()[0]).max()
 
     name = "{5}-bit-{0}x{1}".format(*sizes)
-    return Case(name, call, lambda: [truth()], functools.cache(limit), BETWEEN if absent else ())
+    return Case(name, call, truth, functools.cache(limit), BETWEEN if absent else ())
 
 
 def listed() -> Case:
@@ -427,6 +480,12 @@ MANY = [
     mixed(SIZES[25], tile=expert_tiles.SMALL),
     mixed(SIZES[29], tile=expert_tiles.SMALL),
 ]
+EXCHANGED = [
+    mixed(SIZES[1], absent=0.3, exchanged=True),
+    mixed(SIZES[4], exchanged=True),
+    mixed((2, 3, 4, 160, 256, 4, 32, mx.float32, 0), exchanged=True),
+]
+BIASED_EXCHANGED = [mixed(SIZES[14], absent=0.3, exchanged=True), mixed(SIZES[20], exchanged=True)]
 STEP = "both sides are multiples of the step"
 SHARE = "a larger share: the last simdgroups have none"
 PRODUCT, ZEROS = "a product", "both are 0"
@@ -515,6 +574,9 @@ CASES = {
     "expert_outer_wide": WIDE,
     "expert_inner": FEW,
     "expert_outer": FEW,
+    "expert_own": EXCHANGED,
+    "expert_total": EXCHANGED,
+    "expert_own_biased": BIASED_EXCHANGED,
     "expert_lists": [listed()],
     "expert_table": [tabled()],
     "expert_tiles_gated": MANY,

@@ -11,14 +11,18 @@ import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
+from tests.kernels.harness import launched
 from tests.kernels.implementations import IMPLEMENTATIONS
 
 APART = "auto,moe_step=reference"
 
 
-def logits(kernels: str, memory: str, **options: Any) -> list[np.ndarray]:
-    """Of a short prompt and of two tokens after it."""
+def logits(
+    kernels: str, memory: str, *, traced: bool | None = None, **options: Any
+) -> list[np.ndarray]:
+    """Of a short prompt and of two tokens after it. traced: Steps run from a trace."""
     with load_model(BUNDLED_MODEL, kernels=kernels, expert_memory=memory, **options) as model:
+        model.compile_steps = traced
         cache = model.make_cache()
         calls = [model(mx.array([ids]), cache) for ids in ([5, 6, 7], [9], [8])]
         found = [np.array(y.astype(mx.float32)) for y in calls]
@@ -54,13 +58,21 @@ def test_the_same_bits(memory, fused_calls):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device_of_a_model")
-def test_a_rank_computes_its_own_experts(fused_calls):
+@pytest.mark.parametrize("memory", ["100%", "50%"])
+def test_a_rank_computes_its_own_experts(memory, fused_calls):
     """The only rank has all, so that its part and the end are the whole."""
-    alone = logits("auto", "100%")
+    alone = logits("auto", memory)
     fused_calls.clear()
-    for a, b in zip(logits("auto", "100%", distributed=mx.distributed.init()), alone, strict=True):
+    mx.disable_compile()  # the emulator needs values
+    try:
+        with launched() as kernels:
+            mine = logits("auto", memory, distributed=mx.distributed.init(), traced=True)
+    finally:
+        mx.enable_compile()
+    for a, b in zip(mine, alone, strict=True):
         assert np.array_equal(a, b)
-    assert fused_calls
+    assert bool(fused_calls) == (memory == "100%")
+    assert ("expert_total" in kernels) == (memory == "50%")
 
 
 @pytest.mark.slow
