@@ -86,11 +86,6 @@ class Ranks:
 
     def hash_choice(self, ids: mx.array | np.ndarray, *, begins: bool) -> None:
         """Add a layer's ids ``[N, K]`` uint32 to the hash of this call, which `begins` with it."""
-        if len(ids) > 1:
-            # An array that the host makes may cost CUDA's allocator a copy.
-            where: Any = mx if isinstance(ids, mx.array) else np
-            odd = where.arange(1, 2 * len(ids), 2, dtype=where.uint32)[:, None]
-            ids = (ids * odd).sum(0, keepdims=True).astype(where.uint32)
         before = None if begins else self._hash
         self._hash = ids if before is None else before * HASH_FACTOR + ids
 
@@ -99,6 +94,9 @@ class Ranks:
         if self._hash is None:
             return ()
         found, self._hash = mx.array(self._hash), None
+        if len(found) > 1:
+            odd = mx.arange(1, 2 * len(found), 2, dtype=mx.uint32)[:, None]
+            found = (found * odd).sum(0, keepdims=True)
         own = self._own * mx.concatenate([found >> 16, found & 0xFFFF], axis=1)
         # All ranks must add the marks after the sums of all layers. mx.depends orders the host
         # alone: what shares no buffer runs side by side in a CUDA graph.
@@ -266,9 +264,10 @@ class Ranks:
 
 def start_group() -> Any:
     """Return the group that ``mlx.launch`` has set up. Raises what ``mx.distributed.init`` does."""
-    # MLX captures each sum anew in a CUDA graph that it launches later. NCCL would register the
-    # sum's buffers each time, for which the other ranks' processes have to answer, although their
-    # GPUs may wait for this graph.
+    # In a CUDA graph, in which MLX captures each sum anew, a sum takes twice as long. A process has
+    # graphs if it used its GPU before: there NCCL would register the buffers of sums each time, for
+    # which other ranks' processes have to answer, although their GPUs may wait for this graph.
+    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return mx.distributed.init(strict=True)
 

@@ -110,7 +110,8 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
     """
     check_options("load_model", options, NAMES)
     _prepare_gpu()
-    with _same_random_state(), reporting(options.get("distributed")) as ranks:
+    # Ranks meet before anything uses a GPU.
+    with reporting(options.get("distributed")) as ranks, _same_random_state():
         return _load(path, LoadOptions(**{**options, "distributed": ranks}))
 
 

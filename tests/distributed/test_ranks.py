@@ -112,15 +112,16 @@ def test_ids_have_one_hash_on_the_host_and_on_the_device(N):
 
 
 @pytest.mark.parametrize(("given", "want"), [(None, "0"), ("1", "1")])
-def test_nccl_registers_no_buffers_unless_asked(given, want, monkeypatch):
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", str(given))  # which is undone, whatever follows
-    if given is None:
-        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
-    found = []
-    init = lambda **_: found.append(os.environ["NCCL_GRAPH_REGISTER"])  # noqa: E731
+def test_variables_of_a_group_on_gpus(given, want, monkeypatch):
+    names, found = ("MLX_USE_CUDA_GRAPHS", "NCCL_GRAPH_REGISTER"), []
+    for name in names:
+        monkeypatch.setenv(name, str(given))  # which is undone, whatever follows
+        if given is None:
+            monkeypatch.delenv(name)
+    init = lambda **_: found.extend(os.environ[name] for name in names)  # noqa: E731
     monkeypatch.setattr(mx.distributed, "init", init)
     start_group()
-    assert found == [want]
+    assert found == [want, want]
 
 
 @pytest.mark.parametrize("function", [load, load_model])
