@@ -59,7 +59,9 @@ class Ranks:
             ) from error
         self.leads = self.rank == 0
         self._own = mx.array(np.arange(self.size)[:, None] == self.rank).astype(mx.uint32)
-        mx.eval(self._own)
+        # An array that the host makes may cost CUDA's allocator a copy.
+        self._is_first = mx.array(self.leads, mx.uint32)
+        mx.eval(self._own, self._is_first)
         self._under_way: deque[tuple[mx.array, Sequence[mx.array], bool]] = deque()
         self._runs_ahead = False
         self._hash: mx.array | np.ndarray | None = None
@@ -162,7 +164,7 @@ class Ranks:
         """Return rank 0's `arrays`, whose dtypes have 4 bytes, in one collective."""
         flat = mx.concatenate([array.reshape(-1).view(mx.uint32) for array in arrays])
         # The same graph on all ranks, so that all have one order.
-        flat = self.sum(flat * mx.array(self.leads, mx.uint32))
+        flat = self.sum(flat * self._is_first)
         parts = mx.split(flat, np.cumsum([array.size for array in arrays])[:-1].tolist())
         return tuple(
             part.view(array.dtype).reshape(array.shape)
