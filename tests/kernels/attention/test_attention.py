@@ -319,7 +319,6 @@ EQUIVALENT = {
     },
     "attention_shared.metal": {
         "attend_shared: off by one < -> <=": "rows past the end are not written",
-        "attend_shared: off by one < -> <= (2)": "queries are loaded that no product takes",
         "attend_shared: off by one < -> <= (4)": "the next tokens write the row again",
         "attend_shared: off by one < -> <= (14)": "the next tokens write the row again",
         "attend_shared: off by one < -> + 1 < (5)": PACKS,
