@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -69,6 +70,11 @@ class Parser(argparse.ArgumentParser):
             instead = f"; see {' '.join(filter(None, (self.prog, command)))} --help"
             self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest) or instead}")
         return found
+
+    def _print_message(self, message, file=None):
+        # Early releases of Python 3.11 do not suppress this: the status would be another.
+        with contextlib.suppress(OSError):
+            super()._print_message(message, file)
 
     def _hint(self, rest: Sequence[str]) -> str:
         """Return the end of a message about words that no option takes."""
