@@ -203,6 +203,33 @@ inline void expert_outer(
   }
 }
 
+// As outer_rows, out to a pair's output y; an absent expert's rows are -0.0.
+template <int ROWS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, bool BIASED, typename W,
+          typename S, typename B>
+inline void expert_own(
+    const device float* h,
+    const device W* down,
+    const device S* scales,
+    const device S* biases,
+    const device B* bias,
+    device float* y,
+    threadgroup float* products,
+    float weight,
+    uint num_slots,
+    uint slot,
+    uint row,
+    uint lane) {
+  const bool is_own = slot < num_slots;
+  if (is_own) {
+    outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, BIASED>(
+        h, down, scales, biases, bias, products, weight, slot, row, lane);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane < ROWS) {
+    y[row + lane] = is_own ? products[lane] : -0.0f;
+  }
+}
+
 // Where a value is in a row that is dealt out: N neighbours are a lane's, and of four of them each all
 // lanes' lie side by side.
 template <int N>

@@ -186,19 +186,12 @@ _OWN = {
         outputs=("y",),
         body=f"""
         threadgroup float products[K * ROWS];
-        const uint k = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+        const uint k = simdgroup_index_in_threadgroup;
         const uint pair = threadgroup_position_in_grid.y * K + k;
-        const uint first = threadgroup_position_in_grid.x * ROWS;
-        const bool is_own = slots[pair] < down_shape[0];
-        if (is_own) {{
-          outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, {"true" if biased else "false"}>(
-              h + ulong(pair) * IN, down, scales, biases, {"bias" if biased else "h"},
-              products + k * ROWS, weights[pair], slots[pair], first, lane);
-        }}
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        if (lane < ROWS) {{
-          y[ulong(pair) * OUT + first + lane] = is_own ? products[k * ROWS + lane] : -0.0f;
-        }}
+        expert_own<ROWS, IN, OUT, BITS, GROUP, V, EXACT, {"true" if biased else "false"}>(
+            h + ulong(pair) * IN, down, scales, biases, {"bias" if biased else "h"},
+            y + ulong(pair) * OUT, products + k * ROWS, weights[pair], down_shape[0], slots[pair],
+            threadgroup_position_in_grid.x * ROWS, thread_index_in_simdgroup);
         """,
     )
     for biased in (False, True)

@@ -227,16 +227,9 @@ _OWN = MetalKernel(
         {_PLACE}
         {_ROUTE}
         const uint pair = token * K + k;
-        const bool is_own = slots[k] < down_shape[0];
-        if (is_own) {{
-          outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false>(
-              h + pair * IN, down, scales, biases, h, products + k * ROWS, weights[k], slots[k],
-              first, lane);
-        }}
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        if (lane < ROWS) {{
-          y[ulong(pair) * OUT + first + lane] = is_own ? products[k * ROWS + lane] : -0.0f;
-        }}
+        expert_own<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false>(
+            h + pair * IN, down, scales, biases, h, y + ulong(pair) * OUT, products + k * ROWS,
+            weights[k], down_shape[0], slots[k], first, lane);
         """,
 )
 _END = MetalKernel(

@@ -352,7 +352,6 @@ EQUIVALENT = {
         "moe_step_finish_all_blocks: swapped parameters 3 and 4 of block_products (2)": (
             "slot 0 begins at 0, and any form but two is SWIGLU"
         ),
-        "moe_step_own: off by one < -> <=": "no slot has that number",
         "shared_products: swapped parameters 3 and 4 of add_staged": (
             "both are 1 in float32; in 16 bits the bits of the launches that are replaced differ"
         ),
