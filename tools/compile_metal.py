@@ -45,11 +45,11 @@ def main() -> int:
         for variant in variants(name)
     ]
     with ThreadPoolExecutor() as pool:
-        said = list(pool.map(refused, [text for _, text in texts]))
-    for (name, _), words in zip(texts, said, strict=True):
+        errors = list(pool.map(refused, [text for _, text in texts]))
+    for (name, _), words in zip(texts, errors, strict=True):
         if words:
             print(f"{name}:\n{words}")
-    failed = sum(map(bool, said))
+    failed = sum(map(bool, errors))
     print(f"{len(texts)} texts of {len(kernels())} kernels, {failed} refused")
     return 1 if failed else 0
 

@@ -26,15 +26,15 @@ def main() -> int:
     failed = 0
     for name, cases in sorted(all_cases().items()):
         threads = max(variant.threads for variant in variants(name))
-        said = "allowed"
+        outcome = "allowed"
         for case in cases:
             try:
                 with case.within():
                     mx.eval(case.call())
             except (RuntimeError, ValueError) as error:
-                said = f"{case.name}: {' '.join(str(error).split())[:300]}"
+                outcome = f"{case.name}: {' '.join(str(error).split())[:300]}"
                 failed += 1
-        print(f"{name:<40} {threads:>5} threads  {said}")
+        print(f"{name:<40} {threads:>5} threads  {outcome}")
     return 1 if failed else 0
 
 

@@ -232,7 +232,7 @@ class RankSteps:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the store for a whole step; the others hear of an error."""
+        """Hold the store for a whole step; the others are notified of an error."""
         with self._store.ranks.reporting(), self._local.exclusive():
             yield
 

@@ -1,4 +1,4 @@
-"""The speed to expect of a streamed model, said at the first run from a disk."""
+"""The speed to expect of a streamed model, printed at the first run from a disk."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _indexer_types(config: dict[str, Any], file: Path | str) -> list[str]:
         ConfigError: A list has another length than there are layers or names no kind, two keys
             contradict each other, or the first layer has no indexer.
     """
-    layers, said = count_of(config, file), {}
+    layers, given = count_of(config, file), {}
     for key in ("indexer_types", "index_topk_pattern"):
         kinds = config.get(key)
         if kinds is None or kinds == []:
@@ -126,16 +126,16 @@ def _indexer_types(config: dict[str, Any], file: Path | str) -> list[str]:
                 f"{file}: '{key}' is {config[key]!r}; expected '{FULL}' or '{SHARED}' for each of "
                 f"{layers} layers."
             )
-        said[key] = kinds
+        given[key] = kinds
     every, offset = (_number(config, key, file) for key in (_EVERY, _OFFSET))
-    if every is not None and every > 1 and (not said or offset is not None):
+    if every is not None and every > 1 and (not given or offset is not None):
         distances = (max(i - (2 if offset is None else offset) + 1, 0) for i in range(layers))
-        said[_EVERY] = [SHARED if n % every else FULL for n in distances]
-    (kinds, *others) = said.values() or [[FULL]]
+        given[_EVERY] = [SHARED if n % every else FULL for n in distances]
+    (kinds, *others) = given.values() or [[FULL]]
     if any(other != kinds for other in others):
-        raise ConfigError(f"{file}: {' and '.join(map(repr, said))} differ; keep one.")
+        raise ConfigError(f"{file}: {' and '.join(map(repr, given))} differ; keep one.")
     if kinds[0] == SHARED:
-        raise ConfigError(f"{file}: {next(iter(said))!r} gives the first layer no indexer.")
+        raise ConfigError(f"{file}: {next(iter(given))!r} gives the first layer no indexer.")
     return kinds if SHARED in kinds else []
 
 

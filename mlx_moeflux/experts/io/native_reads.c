@@ -23,7 +23,7 @@
 enum { MOST_COMPONENTS = 16, MOST_PIECES = 128, SECOND = 1000000000, PAGE = 4096, SECTOR = 512 };
 enum { ENDS_EARLY = -1, REFUSED = -2, WRONG = -3, CHANGED = -4 };
 
-/* An open file, and what the system said of its path then. */
+/* An open file, and what the system knew of its path then. */
 typedef struct {
   const char *path;
   int64_t device, inode, size, seconds, nanoseconds;

@@ -672,7 +672,7 @@ class StreamedStore(ExpertStore):
             self._switch.reset()
 
     def _watch_steps(self) -> None:
-        """Choose who is told what decode steps cost: the trial of a budget, and after it the switch
+        """Choose who gets what decode steps cost: the trial of a budget, and after it the switch
         of the prefetcher. Each would disturb the other, and a listener of events the trial."""
         trial, pairs = self.timed_budget, MOST_PAIRS
         listener: StepListener | None = self._switch
