@@ -154,9 +154,9 @@ def test_a_block_that_was_given_up_before_it_began_is_never_read(reader, given_u
 def test_what_comes_before_older_reads(reader, first):
     """Of one thread that has thousands of blocks to read: an urgent batch, and, by the caller, the
     batch that it waits for. Either may be too slow to show it, but not each time."""
-    pool, layer, before = open_pool(reader, 1, None), LAYERS[0], 0
+    pool, layer, before = open_pool(reader, 1, None), LAYERS[0], False
     slots = HostSlots(reader.layout(layer), E)
-    for _ in range(5):
+    for _ in range(20):
         long = pool.fetch(layer, slots, [(e, e) for e in range(E)] * 500)
         short = pool.fetch(layer, slots, [(1, 1), (2, 2)])
         begun = perf_counter()
@@ -164,15 +164,20 @@ def test_what_comes_before_older_reads(reader, first):
         short.start(urgent=first == "urgent")
         started = perf_counter()
         if first == "urgent":
-            assert long.wait() is None
+            # The caller would read the long one's blocks while it waits, and the thread sleep.
+            while len(short.arrivals()) < 2 and perf_counter() < begun + 60:
+                sleep(1e-4)
             assert short.wait() is None
-            before += started + short.elapsed() < begun + long.elapsed()
+            assert long.wait() is None
+            before = started + short.elapsed() < begun + long.elapsed()
         else:
             assert short.wait() is None
-            before += len(long.arrivals()) < E * 250
+            before = len(long.arrivals()) < E * 250
             assert long.wait() is None
         assert len(short.arrivals()) == 2
         assert len(long.arrivals()) == E * 500
+        if before:
+            break
     assert before
     pool.close()
 
