@@ -323,10 +323,10 @@ def test_no_read_of_any_place_is_under_way_after_a_drain(copies):
 
 def test_a_change_of_the_second_place_is_one_line(tmp_path, open_store, copies):
     store = open_store(4, reader=open_readers("pread", copies))
-    store.preload([3])
     file = tmp_path / "copy" / "packed_5.bin"
     shutil.copy2(file, file.with_name("other"))
     os.replace(file.with_name("other"), file)
+    # While no place has been measured each reads half.
     with pytest.raises(ExpertFileError, match=rf"^{file} was changed, replaced or removed"):
         store.preload([5])
 
