@@ -45,7 +45,7 @@ def test_whatever_goes_wrong(tmp_path, packed, where, rounds):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.handshake", packed, str(rounds), where],
-        env=os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"LD_PRELOAD": str(shim)},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -96,19 +96,19 @@ CHILD = """
 def test_signals_end_the_process(packed, where):
     for i in range(6):
         number = (signal.SIGTERM, signal.SIGINT)[i % 2]
-        child = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(CHILD), packed, where],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        )
-        assert child.stdout.readline() == "begun\n", child.stderr.read()
-        time.sleep(0.1 + 0.07 * i)
-        child.send_signal(number)
-        start = time.monotonic()
-        _, words = child.communicate(timeout=60)
-        assert time.monotonic() - start < 4.0
+        ) as child:
+            assert child.stdout.readline() == "begun\n", child.stderr.read()
+            time.sleep(0.1 + 0.07 * i)
+            child.send_signal(number)
+            start = time.monotonic()
+            _, words = child.communicate(timeout=60)
+            assert time.monotonic() - start < 4.0
         if number == signal.SIGTERM:
             assert child.returncode == -number
         else:
