@@ -16,15 +16,25 @@ DEVICE_VARIABLES = {
     # all slows prompts down.
     "linux": {"MLX_MAX_MB_PER_BUFFER": "3000", "MLX_MAX_OPS_PER_BUFFER": "40"},
 }
+RANK_VARIABLES = {
+    # In a CUDA graph, in which MLX captures each sum anew, a sum takes three times as long.
+    "MLX_USE_CUDA_GRAPHS": "0",
+    # A process has graphs if it used its GPU before: there NCCL would register the buffers of sums
+    # each time, for which other ranks' processes have to answer, although their GPUs may wait for
+    # this graph.
+    "NCCL_GRAPH_REGISTER": "0",
+}
 
 
-def set_device_variables() -> None:
+def set_device_variables(*, ranks: bool = False) -> None:
     """Set the :data:`DEVICE_VARIABLES` of this platform in ``os.environ``, unless set already.
 
     Metal and MLX read them at a process's first use of the GPU. Loading a model and each command
-    call this function; a program that uses the GPU earlier calls it first.
+    call this function; a program that uses the GPU earlier calls it first. ranks: Set the
+    :data:`RANK_VARIABLES`, too; the process is one of a group.
     """
-    for name, value in DEVICE_VARIABLES.get(sys.platform, {}).items():
+    variables = DEVICE_VARIABLES.get(sys.platform, {}) | (RANK_VARIABLES if ranks else {})
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.distributed.heartbeat import ADVICE, MOST_TEXT, Heartbeat
 from mlx_moeflux.errors import DistributedError, MoefluxError
 from mlx_moeflux.kernels.runtime import device
@@ -266,11 +267,7 @@ class Ranks:
 
 def start_group() -> Any:
     """Return the group that ``mlx.launch`` has set up. Raises what ``mx.distributed.init`` does."""
-    # In a CUDA graph, in which MLX captures each sum anew, a sum takes twice as long. A process has
-    # graphs if it used its GPU before: there NCCL would register the buffers of sums each time, for
-    # which other ranks' processes have to answer, although their GPUs may wait for this graph.
-    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    set_device_variables(ranks=True)
     return mx.distributed.init(strict=True)
 
 

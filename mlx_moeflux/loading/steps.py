@@ -84,8 +84,9 @@ def load(
         MoefluxError: One of its kinds, in one sentence; see :mod:`mlx_moeflux.errors`.
     """
     check_options("load", options, ("revision", "tokenizer_config", *NAMES))
-    _prepare_gpu()  # before ranks meet
-    with reporting(options.get("distributed")) as ranks:
+    distributed = options.get("distributed")
+    _prepare_gpu(distributed)  # before ranks meet
+    with reporting(distributed) as ranks:
         gguf_file = options.pop("gguf_file", None)
         # Before a download; how many bytes a share is, the checkpoint says.
         if (asked := options.get("expert_memory")) is not None:
@@ -109,16 +110,20 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
         MoefluxError: One of its kinds, in one sentence.
     """
     check_options("load_model", options, NAMES)
-    _prepare_gpu()
-    # Ranks meet before anything uses a GPU.
-    with reporting(options.get("distributed")) as ranks, _same_random_state():
+    distributed = options.get("distributed")
+    _prepare_gpu(distributed)
+    # Ranks meet before a model uses their GPUs.
+    with reporting(distributed) as ranks, _same_random_state():
         return _load(path, LoadOptions(**{**options, "distributed": ranks}))
 
 
-def _prepare_gpu() -> None:
+def _prepare_gpu(distributed: Any) -> None:
     """Do what must come before MLX's first use of a GPU in this process: set the variables that it
-    reads then, and link the directory where it looks for compiled kernels."""
-    set_device_variables()
+    reads then, and link the directory where it looks for compiled kernels.
+
+    The second uses the GPU, to try whether MLX takes a kernel from there.
+    """
+    set_device_variables(ranks=bool(distributed))
     device.open_files()
 
 

@@ -10,10 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.backend import RANK_VARIABLES
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.distributed.ranks import HASH_FACTOR, Ranks, start_group
 from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.generation.sampling import make_sampler
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model, steps
 from mlx_moeflux.models.shapes import SHAPES
 from tests.devices import seen_as
@@ -111,32 +113,49 @@ def test_ids_have_one_hash_on_the_host_and_on_the_device(N):
         assert marks.tolist() == [[*(one >> 16 for one in want), *(one & 0xFFFF for one in want)]]
 
 
-@pytest.mark.parametrize(("given", "want"), [(None, "0"), ("1", "1")])
-def test_variables_of_a_group_on_gpus(given, want, monkeypatch):
-    names, found = ("MLX_USE_CUDA_GRAPHS", "NCCL_GRAPH_REGISTER"), []
-    for name in names:
+@pytest.fixture(params=[(None, "0"), ("1", "1")], ids=["unset", "set"])
+def variables(request, monkeypatch):
+    """The variables of ranks on GPUs as a user may have them; each as it must be in the end."""
+    given, want = request.param
+    for name in RANK_VARIABLES:
         monkeypatch.setenv(name, str(given))  # which is undone, whatever follows
         if given is None:
             monkeypatch.delenv(name)
-    init = lambda **_: found.extend(os.environ[name] for name in names)  # noqa: E731
-    monkeypatch.setattr(mx.distributed, "init", init)
+    return dict.fromkeys(RANK_VARIABLES, want)
+
+
+def found() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in RANK_VARIABLES}
+
+
+def test_variables_come_before_a_group(variables, monkeypatch):
+    seen = []
+    monkeypatch.setattr(mx.distributed, "init", lambda **_: seen.append(found()))
     start_group()
-    assert found == [want, want]
+    assert seen == [variables]
 
 
 @pytest.mark.parametrize("function", [load, load_model])
-def test_a_gpu_is_prepared_before_ranks_meet(function, monkeypatch):
+def test_variables_come_before_a_gpu_is_used_and_that_before_ranks_meet(
+    function, variables, monkeypatch
+):
     order = []
 
     def meet(group):
         order.append("ranks")
         raise DistributedError("enough")
 
-    monkeypatch.setattr(steps, "_prepare_gpu", lambda: order.append("gpu"))
+    monkeypatch.setattr(device, "open_files", lambda: order.append(found()))
     monkeypatch.setattr(steps, "reporting", meet)
     with pytest.raises(DistributedError, match="enough"):
         function(BUNDLED_MODEL, distributed=True)
-    assert order == ["gpu", "ranks"]
+    assert order == [variables, "ranks"]
+
+
+def test_one_process_sets_no_variables_of_ranks(variables, monkeypatch):
+    before = found()
+    load_model(BUNDLED_MODEL).close()
+    assert found() == before
 
 
 def test_two_ranks_have_the_bits_of_one_process(directory_of, tmp_path):
