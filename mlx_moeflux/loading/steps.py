@@ -155,7 +155,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Where the weights are, under the model's names.
+    """The model's weights, by its names for them, and the checkpoints that hold its experts.
 
     stored: The checkpoint that has the experts. places: Path -> it and its experts, and those of
     each copy. quantization: Of the trunk's and experts' names.
@@ -471,8 +471,8 @@ def _fill(
 def _open_head(
     model: DecoderModel, source: Source, placed: Placed, dtype: mx.Dtype
 ) -> OpenedHead | None:
-    """Read the head of multi-token prediction: the one that was asked for, or, where drafts are the
-    best that there are, the checkpoint's if it has one."""
+    """Read the head of multi-token prediction that `drafts` or `mtp_path` names, or one that the
+    checkpoint has, if `drafts` may draw on it; None: neither."""
     options, own = source.options, placed.mapped.prediction
     if options.drafts != HeadDrafts.name and options.mtp_path is None:
         computed = source.config.prediction() is not None

@@ -103,12 +103,15 @@ def test_signals_end_the_process(packed, where):
             stderr=subprocess.PIPE,
             text=True,
         ) as child:
-            assert child.stdout.readline() == "begun\n", child.stderr.read()
-            time.sleep(0.1 + 0.07 * i)
-            child.send_signal(number)
-            start = time.monotonic()
-            _, words = child.communicate(timeout=60)
-            assert time.monotonic() - start < 4.0
+            try:
+                assert child.stdout.readline() == "begun\n", child.stderr.read()
+                time.sleep(0.1 + 0.07 * i)
+                child.send_signal(number)
+                start = time.monotonic()
+                _, words = child.communicate(timeout=60)
+                assert time.monotonic() - start < 4.0
+            finally:
+                child.kill()  # one that hangs is not waited for
         if number == signal.SIGTERM:
             assert child.returncode == -number
         else:

@@ -251,7 +251,8 @@ def test_four_gigabytes_of_experts_under_512_megabytes(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_cold_reads_are_as_fast_as_the_disk(tmp_path, monkeypatch):
     """Experts of the 35B's size, packed and stock, against reads of one block each: direct ones,
-    and plain ones, which are copied, too, and wait alike for a core that another process has."""
+    and plain ones, which are copied, too, so that another process that has a core slows them as
+    well. Those write into fresh memory, which costs them more."""
     path = checkpoint(tmp_path, monkeypatch, layers=5, experts=256, hidden=2048, width=512)
     packed = convert(path, tmp_path / "packed")
     files, block = sorted((packed / "experts").glob("*.bin")), 3 * 2048 * 512 * 9 // 16
