@@ -58,6 +58,7 @@ CORPUS = [
     ("flags", [[4, 3, 41]]),
     ("flags", [[5, 3, 41]]),
     ("flags", [[23, 3, 41]]),
+    ("flags", [[7737, 0, 1546]]),
 ]
 COMMON = {"suppress_health_check": list(HealthCheck), "database": None}
 

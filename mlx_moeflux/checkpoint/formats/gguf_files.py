@@ -258,7 +258,11 @@ def _chosen(
     for entry in entries:
         if entry.beside and name in (entry.name.casefold(), Path(entry.name).name.casefold()):
             raise ChoiceError(f"{place}: {entry.name} is {entry.beside}, no model{listed}.")
-    raise ChoiceError(f"{place} holds no GGUF model {chosen!r}{listed}.")
+    raise ChoiceError(f"{place} holds no GGUF model {_short(chosen)!r}{listed}.")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MOST_NAME else f"{name[:MOST_NAME]}..."
 
 
 def _listed(models: Sequence[GgufModel]) -> tuple[str, str]:
@@ -267,7 +271,7 @@ def _listed(models: Sequence[GgufModel]) -> tuple[str, str]:
     names = [
         model.label if labels[model.label.casefold()] == 1 else model.files[0] for model in models
     ]
-    names = [name if len(name) <= MOST_NAME else f"{name[:MOST_NAME]}..." for name in names]
+    names = [_short(name) for name in names]
     texts = [f"{n} {format_size(m.nbytes)}" for n, m in zip(names, models, strict=True)]
     more = [f"and {len(texts) - MOST_LISTED} more"] if len(texts) > MOST_LISTED else []
     return ", ".join(texts[:MOST_LISTED] + more), names[0]
