@@ -22,7 +22,8 @@ KEPT_MEMORY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # Child processes read the package's bytecode: compiling it takes longer than most of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# On CUDA stock products of float32 are TF32 unless this is 0: 11 bits in what tests compare with.
+# Stock products of float32 are TF32 on some GPUs unless this is 0: 11 bits in what tests compare
+# with.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 # The package's own choice of kernels, not what somebody measured on this machine.
 TABLE = Path(__file__).parents[1] / "mlx_moeflux" / "kernels" / "dispatch.json"

@@ -112,8 +112,13 @@ def _check_link() -> int:
 
 def _check_stock(dtype) -> int:
     """Print the worst error of every stock operation against float64; return the failures."""
+    import mlx.core as mx
+
+    from mlx_moeflux.kernels.runtime import device
     from mlx_moeflux.kernels.verify import stock
 
+    if dtype == mx.float32 and device.rounds_to_tf32():
+        print("stock MLX rounds float32 products to TF32 here; MLX_ENABLE_TF32=0 keeps all bits\n")
     print(f"{'stock operation':<33} {'dtype':<9} {'verdict':<8} error")
     failed = 0
     for entry in stock.worst(dtype):

@@ -229,6 +229,7 @@ def machine_facts() -> dict[str, Any]:
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "Python": platform.python_version(),
         "GPU or CPU": verdicts.gpu(),
+        "float32 products of stock MLX": "TF32" if device.rounds_to_tf32() else "float32",
     }
     facts |= {name.replace("_", " "): info[name] for name in LIMITS if name in info}
     for name in ("mlx-lm", "numpy"):

@@ -93,7 +93,7 @@ def project_dequantised(
     most_dense=MOST_DENSE,
 ) -> list[mx.array]:
     """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
-    for float32, of which dense products on NVIDIA keep 11 bits (TF32).
+    for float32, of which dense products may keep TF32's 11 bits.
 
     most_dense: Bytes of a matrix that are dense at a time.
     """

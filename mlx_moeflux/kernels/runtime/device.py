@@ -7,6 +7,7 @@ thread may call any function.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -42,6 +43,7 @@ __all__ = [
     "open_files",
     "pull_for",
     "reshape",
+    "rounds_to_tf32",
     "rows_of",
     "settle",
     "upload_bytes",
@@ -90,6 +92,23 @@ def kind() -> Literal["cpu", "metal", "cuda"]:
     if mx.default_device() == mx.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def rounds_to_tf32() -> bool:
+    """Return True if stock MLX rounds the operands of float32 products to TF32 here, 11 bits.
+
+    NVIDIA's GPUs do, and Apple's from M5 on with macOS 26.2, unless ``MLX_ENABLE_TF32=0``. The
+    first call on a device computes a small product and evaluates it.
+    """
+    return _rounds_to_tf32(kind())
+
+
+@functools.cache
+def _rounds_to_tf32(kind: str) -> bool:
+    # The shortest float32 above 1 that TF32 rounds to 1.
+    number = 1 + 2.0**-12
+    product = mx.matmul(mx.full((64, 64), number), mx.eye(64))
+    return product[0, 0].item() != number
 
 
 def open_files() -> None:

@@ -8,7 +8,6 @@ user's machine, and ``pytest -m gpu`` on a developer's.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +21,10 @@ from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ProjectionBank
-from mlx_moeflux.kernels.runtime.launcher import on_nvidia
+from mlx_moeflux.kernels.runtime import device
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# Of the largest value; a wrong operation is off by about 1. Float32 products on NVIDIA keep 11 bits
-# unless MLX_ENABLE_TF32=0.
+# Of the largest value; a wrong operation is off by about 1.
 LIMITS = {mx.float32: 2e-5, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
 LIMIT_OF_TF32 = 4e-3
 # The CPU adds 2,048 quantised products up in the dtype of x, and comes to these limits in 16 bits.
@@ -75,9 +73,8 @@ class Worst:
 
 def limit(dtype: mx.Dtype) -> float:
     """The largest error that is taken for rounding."""
-    tf32 = on_nvidia() and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
     if dtype == mx.float32:
-        return LIMIT_OF_TF32 if tf32 else LIMITS[dtype]
+        return LIMIT_OF_TF32 if device.rounds_to_tf32() else LIMITS[dtype]
     return LIMITS[dtype] * (TIMES_ON_CPU if mx.default_device() == mx.cpu else 1.0)
 
 

@@ -32,12 +32,12 @@ from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import arrays, describe
 from mlx_moeflux.kernels.operation import REFERENCE, Function, Implementation, Operation
-from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.runtime import device, launcher
 from mlx_moeflux.kernels.verify import failures, verdicts
 from mlx_moeflux.kernels.verify.verdicts import Verdict
 
 # What stock MLX may be off, root mean square by root mean square; a wrong operation is off by more
-# than a tenth. Products of float32 on NVIDIA keep 11 bits unless MLX_ENABLE_TF32=0.
+# than a tenth.
 STOCK_LIMITS = {mx.float32: 2e-4, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 LIMIT_OF_TF32 = 4e-3
 # What an implementation may be off where stock is exact: half a unit in the last place of 16 bits,
@@ -330,7 +330,7 @@ def _is_near(errors: Sequence[Errors], dtype: mx.Dtype) -> bool:
 
 
 def _stock_limit(dtype: mx.Dtype) -> float:
-    tf32 = dtype == mx.float32 and launcher.on_nvidia()
+    tf32 = dtype == mx.float32 and device.rounds_to_tf32()
     return LIMIT_OF_TF32 if tf32 else STOCK_LIMITS[dtype]
 
 
