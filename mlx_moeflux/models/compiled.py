@@ -302,14 +302,27 @@ class CompiledStep:
         _end_steps(cache, states, count)
         return outputs
 
+    def untraced(self, tokens: mx.array, cache: Sequence[Any]) -> Outputs:
+        """Return what :meth:`__call__` does, with the same operations, without a trace: `forward`
+        may evaluate. Arithmetic in stock MLX has other bits where it gets positions as numbers."""
+        states = [entry.begin_step(1) for entry in cache]
+        kinds = tuple(type(entry) for entry in cache)
+        outputs, states = self._run(kinds, tokens, *_counts(cache, 1), states)
+        _end_steps(cache, states, 1)
+        return outputs
+
     def _traced(self, kinds: tuple[type, ...], count: int) -> Callable[..., Any]:
-        def run(tokens, counts, padding, states):
+        def run(*inputs):
             self.traces += 1
-            entries = _entries(kinds, states, ChosenPositions(), counts, padding)
-            outputs = self._forward(tokens, _as_rows(entries, counts, padding))
-            return outputs, [entry.ends for entry in entries]
+            return self._run(kinds, *inputs)
 
         return run
+
+    def _run(self, kinds, tokens, counts, padding, states) -> tuple[Outputs, list[Any]]:
+        """Return the outputs of `forward`, and the arrays of each entry after each row."""
+        entries = _entries(kinds, states, ChosenPositions(), counts, padding)
+        outputs = self._forward(tokens, _as_rows(entries, counts, padding))
+        return outputs, [entry.ends for entry in entries]
 
 
 @dataclass

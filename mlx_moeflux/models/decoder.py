@@ -215,13 +215,15 @@ class DecoderModel(StreamingModel):
         logits = self._waiting_step(tokens, cache)
         if logits is not None:
             return logits
-        one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
-        if one and not self.experts_stay_on_device:
+        one = tokens.shape[1] == 1 and self._compiles and self._step.fits(cache)
+        if one and self._can_compile():
+            if self.experts_stay_on_device:
+                return self._whole_step(tokens, cache)
             if tokens.shape[0] <= self._most_in_segments():
                 return self._step_in_segments(tokens, cache)
-        elif one:
-            return self._whole_step(tokens, cache)
         with transaction(cache):
+            if one and not self.training:
+                return self._noted(*self._step.untraced(tokens, cache))
             return self._forward(tokens, cache, last_only=last_only)
 
     def _ids(self, tokens: mx.array, *, waits: bool) -> mx.array:

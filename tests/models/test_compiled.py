@@ -13,6 +13,7 @@ from mlx_moeflux.cache import KVCache
 from mlx_moeflux.cache.kv import TAIL_ROWS
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.loading import load_model
+from tests.kernels.harness import on_the_cpu, require_gpu
 from tests.models_at_hand import model_of
 
 
@@ -103,6 +104,40 @@ def test_rows_in_bits_are_seen(tmp_path):
         traced = steps(model, tokens, traced=True, prompt=58)
         assert model._step.traces > before
         assert close(traced, steps(model, tokens, traced=False, prompt=58))
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request, uncompiled):
+    """The CPU without ``mx.compile``, which adds products otherwise there; a GPU with it."""
+    if request.param == "gpu":
+        require_gpu()
+        yield
+    else:
+        with on_the_cpu():
+            yield
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("B", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 16))])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("deepseek_v3_groups", "qwen3_moe_window", "hybrid", "4 bits"),
+        *("glm_moe_dsa_shared", "qwen4_exp_rows", "gemma4_shared"),
+    ],
+)
+def test_a_step_that_calls_the_store_has_the_bits_of_a_traced_one(tmp_path, kind, B, dtype):
+    """So have a batch whose experts do not fit into the slots, and a model with hooks."""
+    with model_of(kind, tmp_path, expert_memory="100%", dtype=dtype) as model:
+        tokens = mx.array(np.random.default_rng(4).integers(0, 64, (B, 36)))
+        before = model._step.traces
+        traced = steps(model, tokens, traced=True, prompt=30)
+        assert (made := model._step.traces) > before
+        with model.hook(0, "before_mixer", lambda x: None):
+            called = steps(model, tokens, traced=True, prompt=30)
+        assert model._step.traces == made
+        assert mx.array_equal(called, traced).item()
 
 
 def test_other_calls_go_between(model):
