@@ -78,17 +78,24 @@ def check_call(layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Non
         raise ShapeError(f"layer {layer}: {shapes}; there must be a token and an expert.")
 
 
-def check_ids(layer: int, ids: np.ndarray, num_experts: int) -> None:
-    """Raise :class:`ShapeError` unless ids ``[N, K]``, read from the device, are in range."""
+def check_ids(layer: int, ids: np.ndarray, num_experts: int, source: str = "") -> None:
+    """Raise :class:`ShapeError` unless each row of ids ``[N, K]``, read from the device, has
+    ascending, distinct experts, perhaps followed by `num_experts`, which stands for none. source:
+    The name of what chose them, for the message."""
     if len(ids) == 1:
         row = ids[0].tolist()
-        right = row == sorted(row) and row[-1] <= num_experts
+        right = all(a < b or a == b == num_experts for a, b in pairwise(row))
+        wrong = [] if right and row[-1] <= num_experts else [0]
     else:
-        right = ids.max() <= num_experts and not (ids[:, 1:] < ids[:, :-1]).any()
-    if not right:
+        after, before = ids[:, 1:], ids[:, :-1]
+        right = (before < after) | ((before == after) & (after == num_experts))
+        wrong = np.flatnonzero(~right.all(axis=1) | (ids > num_experts).any(axis=1))
+    if len(wrong):
+        chosen_by = f" of {source}" if source else ""
         raise ShapeError(
-            f"layer {layer}: ids must ascend in each row and be at most {num_experts}, got "
-            f"{ids[0].tolist()} in the first row."
+            f"layer {layer}: the ids{chosen_by} are {ids[wrong[0]].tolist()} in row {wrong[0]}; "
+            f"each row must be ascending and distinct, below {num_experts}, and may end in ids "
+            f"{num_experts}, which stand for no expert."
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.experts.compute import check_ids
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, ProjectionBank, swiglu
@@ -26,7 +27,7 @@ from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.hooks import Hooks
 from mlx_moeflux.models.layers import PreciseLinear, SwiGLU, project_normed, weights_of
-from mlx_moeflux.models.modules import RMS_NORMS, Linear, Module
+from mlx_moeflux.models.modules import RMS_NORMS, Linear, Module, declares_traceable
 from mlx_moeflux.models.record import Recorder
 
 
@@ -108,10 +109,10 @@ def check_router(router: Router, num_experts: int, layers: Iterable[int]) -> Non
             raise InputError(
                 f"{name} fails on random logits{where}: {type(error).__name__}: {error}."
             ) from error
-        _check_answer(name, answer, N, K, num_experts)
+        _check_answer(name, answer, N, K, num_experts, layer)
 
 
-def _check_answer(name: str, answer: Any, N: int, K: int, num_experts: int) -> None:
+def _check_answer(name: str, answer: Any, N: int, K: int, num_experts: int, layer: int) -> None:
     expected = f"(uint32[{N}, {K}], float32[{N}, {K}])"
     found = describe(answer)
     if found != expected:
@@ -121,13 +122,7 @@ def _check_answer(name: str, answer: Any, N: int, K: int, num_experts: int) -> N
     ids, weights = answer
     if not mx.where(ids == num_experts, True, mx.isfinite(weights)).all().item():
         raise ShapeError(f"{name} returned weights that are not finite.")
-    for row in np.array(ids).tolist():
-        chosen = [expert for expert in row if expert != num_experts]
-        if sorted(set(chosen)) + [num_experts] * (K - len(chosen)) != row or row[-1] > num_experts:
-            raise ShapeError(
-                f"{name} returned ids {row}; each row must be ascending and distinct, below "
-                f"{num_experts}, and may end in ids {num_experts}, which stand for no expert."
-            )
+    check_ids(layer, np.array(ids), num_experts, name)
 
 
 @dataclass(frozen=True)
@@ -259,6 +254,8 @@ class SparseMoeBlock(Module):
         self._router, self._kernels = router, kernels
         # Asked once: a profiler puts another router around this one.
         self._takes_layer = takes_layer(router)
+        # One that may be traced depends on the logits alone, and was checked at load.
+        self._trusts_router = declares_traceable(router)
         self._store: Any = None
         self._lookahead: RouterLookahead | None = None
 
@@ -293,14 +290,15 @@ class SparseMoeBlock(Module):
         hooks = self._hooks
         if hooks is not None:
             (logits,) = hooks.apply("before_router", logits)
-        ids, weights = self.route(logits)  # [N, K]
+        ids, weights = self._without_padding(*self.route(logits), mask)  # [N, K]
+        if not self._trusts_router:
+            self._check(ids, type(self._router).__name__)
         if hooks is not None:
+            chosen = ids
             ids, weights = hooks.apply("after_router", ids, weights)
-        if mask is not None:
-            # Id E requests no expert, so padding causes no reads.
-            real = mask.reshape(-1, 1)
-            ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
-            weights = mx.where(real, weights, 0.0)
+            if ids is not chosen:
+                ids, weights = self._without_padding(ids, weights, mask)
+                self._check(ids, "the hook after_router")
         ahead, guess = None, self._lookahead if self._store.looks_ahead else None
         if guess is not None and ids.size <= MOST_PAIRS:
             ahead = guess(x.reshape(post.shape), ids)
@@ -309,6 +307,26 @@ class SparseMoeBlock(Module):
                 h_post=post.reshape(x.shape), router_logits=logits, ids=ids, weights=weights
             )
         return Prepared(post, ids, weights, shared, ahead)
+
+    def _without_padding(
+        self, ids: mx.array, weights: mx.array, mask: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        """Return ids and weights with id E, which requests no expert, where `mask` is False: so
+        padding causes no reads."""
+        if mask is None:
+            return ids, weights
+        real = mask.reshape(-1, 1)
+        absent = mx.array(self.num_experts, dtype=ids.dtype)
+        return mx.where(real, ids, absent), mx.where(real, weights, 0.0)
+
+    def _check(self, ids: mx.array, source: str) -> None:
+        """Check ids that code of a user chose, whatever store gets them."""
+        try:
+            host = np.array(ids)
+        except ValueError:  # a graph transformation refuses evaluation
+            return
+        if host.ndim == 2 and host.size:
+            check_ids(self.layer, host, self.num_experts, source)
 
     def _fused_step(self, x: mx.array, norm: nn.RMSNorm | None) -> mx.array | None:
         """Compute the whole block as one operation with the same bits, or return None.

@@ -134,6 +134,51 @@ def test_what_a_hook_returns_is_what_the_model_goes_on_with(memory):
     assert same_bits(hooked("after_router", nobody), without)
 
 
+@pytest.mark.parametrize("memory", ["75%", "100%"])
+@pytest.mark.parametrize(
+    ("function", "row"),
+    [
+        (lambda ids, weights: (ids[:, ::-1], weights), r"\[\d, \d, \d\]"),
+        (lambda ids, weights: (ids + 6, weights), r"\[\d+, \d+, \d+\]"),
+        (lambda ids, weights: (ids + 2**31, weights), r"\[\d{10}, \d{10}, \d{10}\]"),
+        (lambda ids, weights: (ids * 0, weights), r"\[0, 0, 0\]"),
+    ],
+    ids=("descending", "too high", "far too high", "twice"),
+)
+def test_wrong_ids_are_one_line_whatever_the_store(memory, function, row):
+    with opened(expert_memory=memory) as model, model.hook(1, "after_router", function):
+        for T in (4, 1):
+            with pytest.raises(
+                ShapeError,
+                match=rf"^layer 1: the ids of the hook after_router are {row} in row 0; each row "
+                "must be ascending and distinct, below 6",
+            ):
+                model(tokens_of(T), model.make_cache())
+
+
+def test_the_choice_of_padding_is_marked_and_cannot_be_changed():
+    seen = []
+
+    def function(ids, weights):
+        seen.append(np.array(ids))
+        return mx.where(ids == 6, mx.array([0, 1, 2], mx.uint32), ids), weights
+
+    with opened() as model:
+        tokens = tokens_of(5, 2)
+
+        def run():
+            cache = model.make_cache()
+            for entry in cache:
+                entry.prepare(left_padding=[0, 3])
+            return model(tokens, cache)
+
+        plain = run()
+        with model.hook(1, "after_router", function):
+            assert same_bits(run(), plain)
+    (ids,) = seen
+    assert (ids == 6).all(axis=1).tolist() == [False] * 5 + [True] * 3 + [False] * 2
+
+
 def test_hooks_at_one_point_are_called_in_their_order():
     order, tokens = [], tokens_of(4)
     with opened() as model:

@@ -202,6 +202,19 @@ def test_other_rows_than_ascending_ones_with_absent_experts_last_are_refused(row
         opened(router=Wrong(K))
 
 
+@pytest.mark.parametrize("memory", ["75%", "100%"])
+def test_a_router_that_goes_wrong_later_is_refused_by_every_store(memory):
+    class Later(SoftmaxRouter):
+        def __call__(self, logits):
+            ids, weights = super().__call__(logits)
+            return (ids if logits.shape[0] != 7 else ids[:, ::-1]), weights
+
+    with opened(router=Later(K), expert_memory=memory) as model:
+        model(tokens_of(6))
+        with pytest.raises(ShapeError, match="layer 0: the ids of Later are"):
+            model(tokens_of(7))
+
+
 def steps(model, tokens: mx.array, cache) -> None:
     for i in range(10, 20):
         mx.eval(model(tokens[:, [i]], cache))

@@ -315,7 +315,7 @@ def test_only_padding(open_store):
     [
         ([[0, 1, 2, 3]], MemoryBudgetError, "needs 4 experts but layer 3 has 3 slots"),
         ([[0, 2, 1]], ShapeError, "ascend"),
-        ([[0, 1, E + 1]], ShapeError, "at most 7"),
+        ([[0, 1, E + 1]], ShapeError, "below 7"),
     ],
 )
 def test_wrong_ids_are_refused(open_store, ids, error, message):
