@@ -13,6 +13,12 @@ from mlx_moeflux.errors import InputError
 MOST_AXES = 8
 
 
+def shown(value: object) -> str:
+    """Return a value for a message, in one line of at most 60 characters."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
 def is_natural(value: object) -> TypeGuard[int]:
     """Return True for integers from 0 on that 63 bits hold. JSON's `true` is not one."""
     return type(value) is int and 0 <= value < 1 << 63

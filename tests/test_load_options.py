@@ -8,6 +8,7 @@ import inspect
 import pydoc
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_moeflux import BatchGenerator, generate, load, load_model
@@ -19,7 +20,7 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.add_shared import add_shared
 from mlx_moeflux.loading import BUNDLED_MODEL, LoadOptions
-from mlx_moeflux.loading.options import FLAGS
+from mlx_moeflux.loading.options import FLAGS, NAMES, LoadArguments, option
 
 
 @pytest.mark.parametrize(("function", "own"), [(load, 3), (load_model, 1)])
@@ -238,7 +239,7 @@ class Short(MemoryReader):
         ("safe is 'no'; give True or False", {"safe": "no"}),
         ("fuse is 1; give True or False", {"fuse": 1}),
         (r"events is called as \(event\): too many", {"events": lambda: None}),
-        ("kv_bits is '8' in groups of 64; give 4 or 8", {"kv_bits": "8"}),
+        ("kv_bits is '8'; give an integer", {"kv_bits": "8"}),
         ("reader 'str' has no method 'layout'", {"reader": "x"}),
         ("reader PreadReader is a class; pass an instance", {"reader": PreadReader}),
         (r"'short' is called as read\(layer, expert, into\): too many", {"reader": Short()}),
@@ -268,3 +269,38 @@ def test_a_flag_sets_its_option_alone(name):
     else:
         given, value = [f"--{word}", "7"], kind("7")
     assert options(*given) == defaults | {name: value}
+
+
+WRONG = (
+    *(b"1GB", [], [1], {"a": 1}, object(), int, 1j, "\ud800", "a\0b", "x" * 5000, mx.array([4])),
+    *(np.array([4]), -1, float("nan"), 2**70, "", "150 apples"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_value_is_one_line_before_anything_is_opened(name):
+    """Also where nothing uses the option, as n-gram tables that this model has not."""
+    messages = []
+    for value in WRONG:
+        # The model is not there: what is accepted ends too.
+        with pytest.raises(MoefluxError) as caught:
+            load_model(BUNDLED_MODEL / "absent", **{name: value})
+        messages.append(str(caught.value))
+    assert not any("\n" in message or len(message) > 1000 for message in messages)
+    refused = sum("absent" not in message for message in messages)
+    # What replaces a part is checked when its part is there.
+    assert refused >= (0 if name in ("router", "store", "reader", "kernels") else 8)
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)
+def test_a_path_of_another_kind_is_one_line(value):
+    for function in (load, load_model):
+        with pytest.raises(MoefluxError) as caught:
+            function(value)
+        assert "\n" not in str(caught.value)
+
+
+def test_every_option_declares_its_check():
+    with pytest.raises(TypeError, match="text"):
+        option(None, "a text alone")  # pyright: ignore[reportCallIssue]
+    assert all(callable(field.metadata["check"]) for field in dataclasses.fields(LoadArguments))

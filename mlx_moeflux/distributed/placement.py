@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
 from mlx_moeflux.experts.policies.named import label, policy_of
@@ -151,14 +152,25 @@ def make_placement(policy: str | Placement) -> Placement:
     Raises:
         InputError: It is none of these, or the trace cannot be read.
     """
+    check_placement(policy)
     if not isinstance(policy, str):
-        return policy_of(Placement, policy, {})
+        return policy
     kind, _, argument = policy.partition(":")
-    if kind in PLACEMENTS and bool(argument) == (kind != ById.name):
-        return PLACEMENTS[kind](argument)
-    raise InputError(
-        f"the placement is {policy!r}; give id, memory:16GB,32GB or popularity:FILE (a trace)."
-    )
+    return PLACEMENTS[kind](argument)
+
+
+def check_placement(policy: Any) -> None:
+    """Raise an InputError unless :func:`make_placement` knows such a placement. What stands behind
+    the colon is not read."""
+    if not isinstance(policy, str):
+        policy_of(Placement, policy, {})
+        return
+    kind, _, argument = policy.partition(":")
+    if kind not in PLACEMENTS or bool(argument) != (kind != ById.name):
+        raise InputError(
+            f"the placement is {shown(policy)}; give id, memory:16GB,32GB or popularity:FILE (a "
+            "trace)."
+        )
 
 
 def shard_of(

@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 
+from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.system_memory import available_memory
 
@@ -37,12 +39,12 @@ def parse_budget(
         InputError: It is none of these, less than `least`, or a text without a unit.
     """
     unreadable = InputError(
-        f"the {what} {value!r} is not an amount; give one such as "
+        f"the {what} {shown(value)} is not an amount; give one such as "
         f"{'2GB, 512MiB, 50% or auto' if total_bytes else '32GB or 512MiB'}."
     )
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, (str, Real)):
         raise unreadable
-    if isinstance(value, (int, float)):
+    if not isinstance(value, str):
         # A fraction of one is somebody's half of the experts, not half a byte.
         if not (1 <= value < float("inf") or value == least == 0):
             raise unreadable

@@ -11,11 +11,12 @@ import difflib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION
+from mlx_moeflux.loading import values
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -60,9 +61,11 @@ def draft_number(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
-def option(default: T, text: str, flag: Flag | None = None) -> T:
-    """Declare a field of :class:`LoadOptions`. text: Its documentation. flag: None: Python only."""
-    return dataclasses.field(default=default, metadata={"text": text, "flag": flag})
+def option(default: T, check: values.Check, text: str, flag: Flag | None = None) -> T:
+    """Declare a field of :class:`LoadOptions`. check: Of a value that is not the default. text: Its
+    documentation. flag: None: Python only."""
+    metadata = {"check": check, "text": text, "flag": flag}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,53 +74,63 @@ class LoadOptions:
 
     expert_memory: str | float | None = option(
         "auto",
+        values.optional(values.amount("auto")),
         "Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of all routed "
         "experts), a number, or ``auto``. If all fit, they become parameters.",
         Flag("2GB, 50%% or auto (default)", metavar="SIZE"),
     )
     row_memory: str | float = option(
         "64MB",
+        values.amount(least=0),
         "Bytes for recent rows of n-gram tables, which stay on disk: an amount, or ``10%`` of the "
         "tables. For models that have them.",
         Flag("of n-gram tables on disk, default %(default)s", metavar="SIZE"),
     )
     reserved_memory: str | float = option(
         0,
+        values.amount(least=0),
         "Bytes that ``auto`` leaves besides trunk, experts, a state and 1 GB, such as those of a "
         "prompt cache: an amount, or a percentage of the memory that ``auto`` may fill.",
     )
     expert_reader: str = option(
         "auto",
+        values.reader_name,
         "``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.",
         Flag("auto (default), pread, direct, mmap or memory"),
     )
     expert_threads: int | None = option(
         None,
+        values.threads,
         "Number of concurrent reads from each disk; default 8.",
         Flag("concurrent reads from each disk, default 8", int),
     )
     experts_per_token: int | None = option(
         None,
+        values.integer,
         "Fewer experts than the config's number; faster and lossy, which the statistics report.",
         Flag("fewer than the model's own: faster and lossy", int),
     )
     max_context: int | None = option(
         None,
+        values.integer,
         "Tokens a sequence may have, at most the config's limit.",
         Flag("tokens that a sequence may have", int),
     )
     kv_bits: int | None = option(
         None,
+        values.integer,
         "Store keys and values in 4 or 8 bits; smaller and lossy, which the statistics report.",
         Flag("keep keys and values in 4 or 8 bits: smaller and lossy", int),
     )
     kv_group_size: int = option(
         64,
+        values.integer,
         "Numbers that share a scale, with `kv_bits`.",
         Flag("of --kv-bits, default %(default)s", int),
     )
     requantize: bool = option(
         False,
+        values.boolean,
         "Give experts and trunk of GGUF MLX's forms throughout. Those of Q4_0, Q4_1, Q5_0, Q5_1, "
         "Q8_0, Q4_K, Q5_K and MXFP4 are exact; other types get 8 bits, which is lossy, and the "
         "statistics report it.",
@@ -125,6 +138,7 @@ class LoadOptions:
     )
     wired_memory: str | float | None = option(
         None,
+        values.wired,
         "Memory that macOS never pages out: ``auto`` (trunk, experts and state), ``off`` or a "
         "size. The first generation of a process sets it for the whole process. Default: ``auto`` "
         "for single sequences, ``off`` for batches.",
@@ -135,39 +149,46 @@ class LoadOptions:
     )
     dtype: mx.Dtype | None = option(
         None,
+        values.dtype,
         "Compute dtype and that of the trunk's floats; default bfloat16 on GPUs, float32 on the "
         "CPU. Routed experts keep the dtypes of the checkpoint.",
     )
     router: Router | None = option(
         None,
+        values.anything,
         "Replaces the model's router. The protocol of each replacement states shapes, and a wrong "
         "shape raises here.",
     )
-    store: ExpertStore | None = option(None, "Replaces the store of experts.")
-    reader: Reader | None = option(None, "Replaces the reader of expert blocks.")
+    store: ExpertStore | None = option(None, values.anything, "Replaces the store of experts.")
+    reader: Reader | None = option(None, values.anything, "Replaces the reader of expert blocks.")
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = option(
         None,
+        values.anything,
         "Operation -> name of an implementation or a callable, or a text such as "
         '"auto,sdpa=reference".',
     )
     check_values: bool = option(
         True,
+        values.boolean,
         "Compare a callable in `kernels` with the reference by value on small cases; pass False "
         "for one that is meant to differ.",
     )
     eviction: str | Eviction = option(
         DEFAULT_EVICTION,
+        values.eviction,
         "Policy that chooses the expert that loses its slot: a name or an object.",
         Flag("see 'policies'; default %(default)s"),
     )
     prefetch: str | Prefetch | None = option(
         None,
+        values.prefetch,
         "Policy of reading ahead: a name or an object. Default: ``auto`` on Apple's GPUs without a "
         "handshake, else ``none``.",
         Flag("policy of reading ahead, see 'policies'; default: auto on Apple's GPUs"),
     )
     handshake: bool | None = option(
         None,
+        values.boolean,
         "Decode one sequence with kernels that wait for experts on the GPU, instead of returning "
         "to Python in each layer, where nothing excludes it. Results keep their bits. Default: on "
         "NVIDIA. True: on Apple's GPUs too, after a trial, which nobody has seen there yet. False: "
@@ -176,10 +197,12 @@ class LoadOptions:
     )
     keep_all_ahead: bool = option(
         False,
+        values.boolean,
         "Wait for all prefetched experts, so that hits do not depend on timing.",
     )
     drafts: str | int | Drafts = option(
         "off",
+        values.drafts,
         "Guess the next tokens and read several in one step; the text stays the same bit for bit. "
         "``auto``: the best that the model has, as many as time says; ``mtp``: its head of "
         "multi-token prediction, which is loaded then; ``lookup``: continuations of n-grams in "
@@ -188,34 +211,40 @@ class LoadOptions:
     )
     mtp_path: str | os.PathLike[str] | None = option(
         None,
+        values.path,
         "File or directory in safetensors with the head of multi-token prediction of `drafts`; "
         "default: the checkpoint's.",
         Flag("file or directory with the head of multi-token prediction", metavar="PATH"),
     )
     tuning: str | os.PathLike[str] | None = option(
         None,
+        values.path,
         "A file that ``tune`` wrote for this model; it sets those of the other options that have "
         "their default.",
         Flag("file of tune; sets options that are not given", metavar="FILE"),
     )
-    events: EventHook | None = option(None, "Event hook of the expert store.")
+    events: EventHook | None = option(None, values.event_hook, "Event hook of the expert store.")
     fuse: bool | None = option(
         None,
+        values.boolean,
         "Concatenate projections that share an input (``model.prepare()``); default on GPUs.",
     )
     gguf_file: str | None = option(
         None,
+        values.text,
         "Which of several GGUF models of a folder or repository: a quantisation such as "
         "``Q4_K_M``, or a file's name.",
         Flag("which GGUF model: a quantisation such as Q4_K_M, or a file", metavar="NAME"),
     )
     strict_config: bool = option(
         True,
+        values.boolean,
         "Refuse unknown keys of config.json and of GGUF's metadata.",
         Flag("ignore keys of config.json or GGUF that nothing reads", bool),
     )
     expert_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = option(
         None,
+        values.paths,
         "Checkpoint directory of the same model from which the experts are read; default: the "
         "model's. Of a list of copies on several disks, each block comes from the one that is "
         "expected to give it first. On several ranks it may be the part that "
@@ -229,6 +258,7 @@ class LoadOptions:
     )
     distributed: Any = option(
         None,
+        values.group,
         "A group of ``mx.distributed``, or True for the one of ``mx.launch``: the experts are "
         "spread over its ranks, which all make the same calls of the model. `expert_memory` and "
         "the plan are then those of this rank's experts.",
@@ -236,23 +266,27 @@ class LoadOptions:
     )
     placement: str | Placement = option(
         "id",
+        values.placement,
         "Which rank holds which experts; see "
         ":func:`~mlx_moeflux.distributed.placement.make_placement`.",
         Flag("id (default), memory:16GB,32GB or popularity:TRACE", ranks=True),
     )
     exact_prompts: bool = option(
         False,
+        values.boolean,
         "Give prompts on several ranks the bits of one process, at more bytes; decode steps have "
         "them always.",
         Flag("prompts with the bits of one machine", bool, ranks=True),
     )
     safe: bool = option(
         False,
+        values.boolean,
         "For bug reports: references instead of kernels, no traced steps, no prefetch.",
         Flag("for bug reports: references, no traces, no prefetch", bool),
     )
     verbose: bool = option(
         False,
+        values.boolean,
         "Print the plan, one line on stderr; on a terminal show a bar while experts load.",
     )
 
@@ -270,16 +304,20 @@ FLAGS: dict[str, Flag] = {
 class LoadModelArguments(LoadOptions):
     """What :func:`~mlx_moeflux.loading.load_model` takes."""
 
-    path: str | os.PathLike[str]
+    path: str | os.PathLike[str] = dataclasses.field(metadata={"check": values.path})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoadArguments(LoadOptions):
     """What :func:`~mlx_moeflux.loading.load` takes."""
 
-    path_or_hub_id: str | os.PathLike[str]
-    revision: str | None = dataclasses.field(default=None, kw_only=True)
-    tokenizer_config: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+    path_or_hub_id: str | os.PathLike[str] = dataclasses.field(metadata={"check": values.path})
+    revision: str | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"check": values.text}
+    )
+    tokenizer_config: Mapping[str, Any] | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"check": values.mapping}
+    )
 
 
 def takes(arguments: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -311,14 +349,19 @@ def _listed() -> str:
     )
 
 
-def check_options(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Compare the names of given options with the known ones.
+def check_arguments(function: str, arguments: type[LoadOptions], given: Mapping[str, Any]) -> None:
+    """Compare the names of given arguments with those that a function takes, and check the values.
+    No file is opened.
 
     Raises:
-        InputError: A name is unknown; the message has the nearest known name.
+        InputError: A name is unknown, and the message has the nearest known one; or a value is of
+            another type, unit or range.
     """
-    for name in given:
+    known = {field.name: field for field in dataclasses.fields(arguments)}
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             mend = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
             raise InputError(f"{function} has no option '{name}'; {mend}")
+        if value is not known[name].default:
+            known[name].metadata["check"](name, value)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks
-from mlx_moeflux.checks import check_callable
 from mlx_moeflux.distributed.part import Experts, Part
 from mlx_moeflux.distributed.placement import make_places
 from mlx_moeflux.distributed.ranks import reporting
@@ -27,8 +26,6 @@ from mlx_moeflux.experts.budget import (
     Memory,
     format_bytes,
     measure_memory,
-    parse_budget,
-    parse_share,
 )
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import check_replica, check_scales, experts_identity
@@ -37,7 +34,7 @@ from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import AutoLookAhead, make_prefetch
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, check_threads
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
-from mlx_moeflux.generation.drafting import OFF, check_drafts, draws_on_heads, make_drafting
+from mlx_moeflux.generation.drafting import OFF, draws_on_heads, make_drafting
 from mlx_moeflux.generation.head_drafts import HeadDrafts
 from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
@@ -45,11 +42,10 @@ from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading.heads import OpenedHead, open_head
 from mlx_moeflux.loading.options import (
-    NAMES,
     LoadArguments,
     LoadModelArguments,
     LoadOptions,
-    check_options,
+    check_arguments,
     takes,
 )
 from mlx_moeflux.loading.stores import (
@@ -83,15 +79,12 @@ def load(
     Raises:
         MoefluxError: One of its kinds, in one sentence; see :mod:`mlx_moeflux.errors`.
     """
-    check_options("load", options, ("revision", "tokenizer_config", *NAMES))
+    named = {"revision": revision, "tokenizer_config": tokenizer_config}
+    check_arguments("load", LoadArguments, {"path_or_hub_id": path_or_hub_id, **named, **options})
     distributed = options.get("distributed")
     _prepare_gpu(distributed)  # before ranks meet
     with reporting(distributed) as ranks:
         gguf_file = options.pop("gguf_file", None)
-        # Before a download; how many bytes a share is, the checkpoint says.
-        if (asked := options.get("expert_memory")) is not None:
-            parse_budget(asked, 10**12)
-        parse_share(options.get("row_memory", LoadOptions.row_memory), 10**12)
         path = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
         tokenizer = load_tokenizer(path, **dict(tokenizer_config or {}))
         return load_model(path, **{**options, "distributed": ranks}), tokenizer
@@ -109,7 +102,7 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
     Raises:
         MoefluxError: One of its kinds, in one sentence.
     """
-    check_options("load_model", options, NAMES)
+    check_arguments("load_model", LoadModelArguments, {"path": path, **options})
     distributed = options.get("distributed")
     _prepare_gpu(distributed)
     # Ranks meet before a model uses their GPUs.
@@ -198,40 +191,25 @@ def _checked(options: LoadOptions) -> LoadOptions:
     """Return `options` with what follows from them alone; no file is touched.
 
     Raises:
-        InputError: Options exclude each other, or a value is of a wrong kind or out of range.
+        InputError: Options exclude each other.
     """
     kernels, prefetch, fuse = options.kernels, options.prefetch, options.fuse
     if options.safe:
         if kernels not in (None, "reference") or prefetch not in (None, NONE):
             raise InputError("safe excludes kernels and prefetch; leave them out.")
         kernels, prefetch, fuse = "reference", NONE, False
-    parse_wired_memory(options.wired_memory)
-    check_drafts(options.drafts)
     if options.distributed is not None and options.drafts != OFF:
         raise InputError(
             "drafts are for one process: ranks would draft differently; leave them out."
         )
-    check_callable("events", options.events, "event")
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.type in ("bool", "bool | None") and not isinstance(value, bool | None):
-            raise InputError(f"{field.name} is {value!r}; give True or False.")
-    if not isinstance(options.dtype, mx.Dtype | None):
-        raise InputError(f"dtype is {options.dtype!r}; give an MLX dtype such as mx.bfloat16.")
     own = options.reader is not None or options.store is not None
     if own and len(_expert_paths(options)) > 1:
         raise InputError("a reader or store of your own reads one place; give one expert_path.")
-    if not isinstance(options.mtp_path, str | os.PathLike | None):
-        raise InputError(f"mtp_path is {options.mtp_path!r}; give a file or a directory.")
     if options.mtp_path is not None and not draws_on_heads(options.drafts):
         raise InputError("mtp_path has a head for drafts; give drafts 'mtp' or 'auto' too.")
     head = options.mtp_path is not None or options.drafts == HeadDrafts.name
     if head and options.store is not None:
         raise InputError("a store of your own has no experts of a head; leave out drafts of 'mtp'.")
-    for name in ("experts_per_token", "max_context"):
-        number = getattr(options, name)
-        if not isinstance(number, int | None):
-            raise InputError(f"{name} is {number!r}; give an integer.")
     return dataclasses.replace(
         options,
         kernels=kernels,
@@ -245,15 +223,12 @@ def _expert_paths(options: LoadOptions) -> list[str]:
     """Return the places of `expert_path`, of this rank; empty if there is none.
 
     Raises:
-        InputError: It is no path and no list of different ones.
+        InputError: One stands there twice.
     """
     given = options.expert_path
     if given is None:
         return []
     places = [given] if isinstance(given, str | os.PathLike) else given
-    listed = isinstance(places, Sequence) and len(places) > 0
-    if not listed or not all(isinstance(p, str | os.PathLike) and os.fspath(p) for p in places):
-        raise InputError(f"expert_path is {given!r}; give a directory, or a list of them.")
     rank = 0 if options.distributed is None else options.distributed.rank
     found = [os.fspath(place).replace("{rank}", str(rank)) for place in places]
     real = [os.path.realpath(place) for place in found]

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
-from mlx_moeflux.checks import check_method
+from mlx_moeflux.checks import check_method, shown
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.io.byte_ranges import copy_into
 from mlx_moeflux.experts.io.decoding import (
@@ -125,6 +125,20 @@ AUTO_READER = "pread"
 PAGE_CACHED = frozenset({"pread", "mmap"})
 
 
+def reader_called(name: str) -> str:
+    """Return the reader's own name, ``pread`` for ``auto``.
+
+    Raises:
+        InputError: There is no such reader.
+    """
+    chosen = AUTO_READER if name == "auto" else name
+    if chosen not in READERS:
+        raise InputError(
+            f"no reader is called {shown(name)}; there are auto, {', '.join(READERS)}."
+        )
+    return chosen
+
+
 def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> Reader:
     """Make the reader called `name` (``auto`` is ``pread``) of a checkpoint's experts.
 
@@ -136,9 +150,7 @@ def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> R
         ExpertFileError: A file cannot be opened.
         UnsupportedError: The file system refuses ``direct``.
     """
-    chosen = AUTO_READER if name == "auto" else name
-    if chosen not in READERS:
-        raise InputError(f"no reader is called '{name}'; there are auto, {', '.join(READERS)}.")
+    chosen = reader_called(name)
     if needs_decoding(experts):
         return DecodingReader(READERS[chosen], experts)
     # Nothing is decoded, so what is stored are whole blocks.
