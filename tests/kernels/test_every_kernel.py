@@ -13,7 +13,7 @@ from mlx_moeflux.kernels.runtime import source
 from mlx_moeflux.kernels.runtime.launcher import KERNELS
 from tests.kernels.cases import all_cases, kernels, registered, texts, variants
 from tests.kernels.harness import emulated, require, scratch_kernel
-from tests.kernels.metal import cuda, lint
+from tests.kernels.metal import cuda, lint, prelude
 
 # On Metal MLX builds and hashes the text at each call that it does not trace (4 KB: some 2 us); on
 # NVIDIA it lies in files. The longest is two launches in one: it reads experts in blocks, and adds
@@ -84,14 +84,15 @@ def test_text_is_short_and_uses_an_attribute(name):
 )
 @pytest.mark.parametrize("name", NAMED)
 def test_metal_would_take_it(name, every):
-    """Each text of its cases, which differ in the arguments of a template; by default the last: GCC
-    compiles the first for the emulator."""
+    """Each text of its cases, which differ in the arguments of a template, in each version of the
+    language; by default the last: GCC compiles the first for the emulator."""
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
     assert name in all_cases(), f"no test module has CASES of '{name}'"
     texts = variants(name)
     assert texts, f"no case of '{name}' launches it"
+    versions = prelude.LANGUAGES if every else lint.ENDS
     for variant in texts if every else texts[-1:]:
-        assert lint.problems(variant) == [], (variant.template, variant.threads)
+        assert lint.problems(variant, versions) == [], (variant.template, variant.threads)
 
 
 @pytest.mark.slow

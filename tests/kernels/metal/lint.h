@@ -1,5 +1,6 @@
-// Metal's language, its library and MLX's prelude for clang's C++ for OpenCL: declarations only, of
-// what kernels here use. Address spaces are real here.
+// Metal's language and its library for clang's C++ for OpenCL: declarations only, of what kernels here
+// and MLX's prelude use. Address spaces are real here.
+#pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define device __global
 #define threadgroup __local
@@ -9,6 +10,18 @@
 #define METAL_FUNC inline
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
+
+namespace metal {
+template <typename T, int N> struct vec;
+template <typename T> struct vec<T, 2> {
+  T x, y;
+  constexpr vec(T x, T y) : x(x), y(y) {}
+};
+template <typename T> struct vec<T, 3> {
+  T x, y, z;
+  constexpr vec(T x, T y, T z) : x(x), y(y), z(z) {}
+};
+}  // namespace metal
 
 // Types that Metal knows without a header. Each name is a macro for one with a scope, so that nothing
 // else can be called so.
@@ -26,16 +39,25 @@ typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef unsigned long uint64_t;
-typedef unsigned int uint3 __attribute__((ext_vector_type(3)));
 
-// Metal converts bfloat to wider floats unasked, and nothing to bfloat.
+// Metal converts bfloat to wider floats unasked, and nothing to bfloat. Two of them make a third.
 struct bfloat {
   ushort bits;
   bfloat() = default;
-  explicit bfloat(float x);
-  operator float() const;
+  constexpr bfloat(const bfloat& x) = default;
+  constexpr bfloat(const constant bfloat& x) : bits(x.bits) {}
+  constexpr explicit bfloat(float x) : bits(__builtin_bit_cast(uint, x) >> 16) {}
+  constexpr operator float() const { return __builtin_bit_cast(float, (uint)bits << 16); }
   explicit operator bool() const = delete;
 };
+constexpr bfloat operator-(bfloat a) { return bfloat(-(float)a); }
+constexpr bfloat operator+(bfloat a, bfloat b) { return bfloat((float)a + (float)b); }
+constexpr bfloat operator-(bfloat a, bfloat b) { return bfloat((float)a - (float)b); }
+constexpr bfloat operator*(bfloat a, bfloat b) { return bfloat((float)a * (float)b); }
+constexpr bfloat operator/(bfloat a, bfloat b) { return bfloat((float)a / (float)b); }
+
+typedef metal::vec<uint, 2> uint2;
+typedef metal::vec<uint, 3> uint3;
 class atomic_uint {
   uint value;
 };
@@ -53,11 +75,10 @@ class atomic_uint {
 #define uint16_t lint::uint16_t
 #define uint32_t lint::uint32_t
 #define uint64_t lint::uint64_t
+#define uint2 lint::uint2
 #define uint3 lint::uint3
 #define bfloat lint::bfloat
 #define atomic_uint lint::atomic_uint
-typedef bfloat bfloat16_t;
-typedef half float16_t;
 
 // Qualifiers of functions.
 #define kernel __attribute__((annotate("kernel")))
@@ -71,18 +92,6 @@ void threadgroup_barrier(int flags);
 void simdgroup_barrier(int flags);
 
 template <typename To, typename From> To as_type(From x);
-template <typename T> T simd_shuffle(T x, uint lane);
-template <typename T> T simd_broadcast(T x, uint lane);
-template <typename T> T simd_shuffle_xor(T x, uint mask);
-template <typename T> T simd_shuffle_up(T x, uint by);
-template <typename T> T simd_shuffle_down(T x, uint by);
-template <typename T> T simd_sum(T x);
-template <typename T> T simd_max(T x);
-template <typename T> T simd_min(T x);
-template <typename T> T simd_prefix_inclusive_sum(T x);
-template <typename T> T simd_prefix_exclusive_sum(T x);
-bool simd_any(bool x);
-bool simd_all(bool x);
 
 // What a counter holds is read and set by functions alone.
 enum memory_order { memory_order_relaxed };
@@ -98,18 +107,12 @@ void simdgroup_multiply_accumulate(
     thread simdgroup_float8x8& d, simdgroup_float8x8 a, simdgroup_float8x8 b,
     simdgroup_float8x8 c);
 
-// Metal and MLX's prelude have these for 16-bit floats, and round what they return. Kernels here want
-// float.
-#define LINT_SMALL(T) \
-  T exp(T x) = delete; \
-  T exp2(T x) = delete; \
-  T log(T x) = delete; \
-  T log2(T x) = delete; \
-  T sin(T x) = delete; \
-  T cos(T x) = delete; \
-  T tanh(T x) = delete; \
-  T sqrt(T x) = delete; \
-  T rsqrt(T x) = delete;
+#define LINT_EVERYWHERE(FUNCTIONS) \
+  namespace metal { \
+  FUNCTIONS \
+  namespace precise { FUNCTIONS } \
+  namespace fast { FUNCTIONS } \
+  }
 #define LINT_MATHS \
   float exp(float x); \
   float exp2(float x); \
@@ -120,16 +123,24 @@ void simdgroup_multiply_accumulate(
   float tanh(float x); \
   float pow(float x, float y); \
   float sqrt(float x); \
-  float rsqrt(float x); \
-  LINT_SMALL(half) LINT_SMALL(bfloat)
+  float rsqrt(float x);
+LINT_EVERYWHERE(LINT_MATHS)
+// Metal has these for half and MLX's prelude for bfloat, and they round what they return. Kernels here
+// want float.
+#define LINT_ROUNDS __attribute__((unavailable("it rounds to 16 bits")))
+#define LINT_ROUNDED(T) \
+  LINT_ROUNDS T exp(T x); \
+  LINT_ROUNDS T exp2(T x); \
+  LINT_ROUNDS T log(T x); \
+  LINT_ROUNDS T log2(T x); \
+  LINT_ROUNDS T sin(T x); \
+  LINT_ROUNDS T cos(T x); \
+  LINT_ROUNDS T tanh(T x); \
+  LINT_ROUNDS T sqrt(T x); \
+  LINT_ROUNDS T rsqrt(T x);
+LINT_EVERYWHERE(LINT_ROUNDED(half) LINT_ROUNDED(bfloat))
+
 namespace metal {
-LINT_MATHS
-namespace precise {
-LINT_MATHS
-}
-namespace fast {
-LINT_MATHS
-}
 // Of memory that the host shares. A fence's order is no atomic's.
 enum thread_scope { thread_scope_thread };
 enum fence_order { memory_order_seq_cst };
@@ -150,5 +161,53 @@ template <typename T> T max(T a, T b);
 template <typename T> T min(T a, T b);
 template <typename T> T clamp(T x, T low, T high);
 template <typename T> T select(T no, T yes, bool which);
+float atan2(float y, float x);
+float fabs(float x);
+float fmax(float a, float b);
+float fmin(float a, float b);
+
+template <bool, typename T = void> struct enable_if {};
+template <typename T> struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool B, typename T = void> using enable_if_t = typename enable_if<B, T>::type;
+template <typename T, typename U> constexpr constant bool is_same_v = __is_same(T, U);
+template <typename T, typename U>
+constexpr constant bool is_convertible_v = __is_convertible(T, U);
+
+template <typename T> struct numeric_limits {
+  static constexpr T max() { return T(0); }
+  static constexpr T min() { return T(0); }
+  static constexpr T infinity() { return T(0); }
+  static constexpr T quiet_NaN() { return T(0); }
+};
+
+#define __METAL_FAST_MATH__ 1
+#define __METAL_MAYBE_FAST_MATH__ 1
+#define __METAL_PRECISE_MATH__ 1
+
+struct os_log {
+  constexpr os_log(constant char* subsystem, constant char* category) constant {}
+  template <typename... Args> void log_debug(constant char* format, Args... args) const constant;
+};
+
+// Between lanes: numbers of 32 bits and less. MLX's prelude has more.
+template <typename T> constexpr constant bool lint_lanes =
+    is_same_v<T, float> || is_same_v<T, half> || is_same_v<T, int> || is_same_v<T, uint> ||
+    is_same_v<T, short> || is_same_v<T, ushort> || is_same_v<T, char> || is_same_v<T, uchar> ||
+    is_same_v<T, uint2>;
+template <typename T> using lint_lane = enable_if_t<lint_lanes<T>, T>;
+template <typename T> lint_lane<T> simd_shuffle(T x, ushort lane);
+template <typename T> lint_lane<T> simd_broadcast(T x, ushort lane);
+template <typename T> lint_lane<T> simd_shuffle_xor(T x, ushort mask);
+template <typename T> lint_lane<T> simd_shuffle_up(T x, ushort by);
+template <typename T> lint_lane<T> simd_shuffle_down(T x, ushort by);
+template <typename T> lint_lane<T> simd_shuffle_and_fill_up(T x, T filling, ushort by);
+template <typename T> lint_lane<T> simd_sum(T x);
+template <typename T> lint_lane<T> simd_max(T x);
+template <typename T> lint_lane<T> simd_min(T x);
+template <typename T> lint_lane<T> simd_prefix_inclusive_sum(T x);
+template <typename T> lint_lane<T> simd_prefix_exclusive_sum(T x);
+bool simd_any(bool x);
+bool simd_all(bool x);
 }  // namespace metal
-using namespace metal;

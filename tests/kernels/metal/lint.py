@@ -5,7 +5,9 @@ rules of Metal's, and checks what clang does not know: Metal's reserved words an
 library, recursion, and the limits of a launch. :func:`text_problems` reads a .metal file: it needs
 no compiler.
 
-Metal's compiler may refuse more: this knows declarations of only what kernels here use.
+The whole text begins with MLX's prelude (:mod:`~tests.kernels.metal.prelude`), or with a model of
+it where that cannot be had. lint.h declares what both and the kernels use of Metal's library:
+Metal's compiler may refuse more.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from mlx_moeflux.kernels.runtime import source
+from tests.kernels.metal import prelude
 from tests.kernels.metal.variant import Variant
 
 HEADER = Path(__file__).parent / "lint.h"
@@ -25,8 +30,17 @@ ARGUMENTS = shlex.split(
     "-x cl -cl-no-stdinc -cl-std=clc++2021 -target spir64 "
     "-Xclang -cl-ext=-cl_khr_fp64,-__opencl_c_fp64,+cl_khr_fp16 "
     "-Wpre-c++17-compat -Werror=pre-c++17-compat -Wno-unknown-attributes -Wno-null-dereference "
-    "-Wno-undefined-inline -Wno-undefined-internal"
+    "-Wno-undefined-inline -Wno-undefined-internal -D__METAL__"
 )
+# Conditions on the version ask whether it is at least another one.
+FIRST, *_, LAST = prelude.LANGUAGES
+ENDS = (FIRST, LAST)
+
+# Of MLX's prelude, what kernels here use.
+MODEL = """using namespace metal;
+typedef bfloat bfloat16_t;
+typedef half float16_t;
+"""
 
 # Apple's GPUs give a threadgroup 32 KB and a kernel 31 buffers. How many threads it may have, 1024
 # at most, follows from the registers of its code, which nothing here knows: 384 is the package's
@@ -61,6 +75,11 @@ _UNSCOPED = re.compile(rf"(?<![\w:.])({MATHS})\s*\(")
 _CALL = r"(?<![\w.:>]){}\s*(?:<[^;{{}}()]*>\s*)?\("
 # A method that hands out a reference into its object: the object is in the same address space.
 _METHOD = re.compile(r"(\bthread\s+[\w:<>]+\s*[&*]\s*[\w\[\]]+\([^()]*\))\s*(\{)")
+# clang gives what is made outside of functions no address space, and takes a constructor for every
+# one of them where none is named.
+_CONSTRUCTOR = re.compile(r"(\bconstexpr \w+\([^;{}]*?\)) thread\b(?=\s*:)")
+_INCLUDED = re.compile(r"^#(?:include <\w+>|line .*)$", re.M)
+_INTERNAL = re.compile(r"\b__metal_\w+")
 _INSTANTIATED = re.compile(r"^template \[\[host_name\(\"\w+\"\)\]\] \[\[kernel\]\] ", re.M)
 # As source.metal_text writes them.
 _ARRAYS = re.compile(r"\balignas\(16\) threadgroup ([\w:]+(?:<[^;>]*>)?) ([^;]*\]\s*);")
@@ -77,8 +96,9 @@ def missing() -> str | None:
     return None
 
 
-def problems(variant: Variant) -> list[str]:
-    """Why Metal would refuse a generated text, or a launch of it with `variant.threads` threads."""
+def problems(variant: Variant, versions: Collection[str] = ENDS) -> list[str]:
+    """Return why Metal would refuse a generated text in one of these versions of the language, or a
+    launch of it with `variant.threads` threads."""
     parameters = variant.signature[2].splitlines()
     names = [*variant.kernel.inputs, *variant.kernel.outputs]
     chunks = tuple(source.split(variant.header))
@@ -108,7 +128,7 @@ def problems(variant: Variant) -> list[str]:
         found.append(f"{buffers} buffers, Metal has {MOST_BUFFERS}")
     if variant.threads > MOST_THREADS:
         found.append(f"{variant.threads} threads in a threadgroup, at most {MOST_THREADS} here")
-    return [*found, *compile_errors(variant)]
+    return [*found, *compile_errors(variant, versions)]
 
 
 def words(text: str) -> set[str]:
@@ -155,13 +175,14 @@ def _recursions(chunks: tuple[str, ...]) -> list[str]:
     return [f"recursion: '{name}' calls itself" for name in graph if name in graph[name]]
 
 
-def compile_errors(variant: Variant) -> list[str]:
-    """clang's errors on a generated text."""
-    return list(clang_errors(whole_text(variant)))
+def compile_errors(variant: Variant, versions: Collection[str] = ENDS) -> list[str]:
+    """Return clang's errors on a generated text, each once."""
+    text = whole_text(variant)
+    return list(dict.fromkeys(error for v in versions for error in clang_errors(text, v)))
 
 
 def whole_text(variant: Variant) -> str:
-    """MLX's text as clang can take it.
+    """The text of a kernel as clang can take it.
 
     clang takes no template as a kernel, and arrays ``threadgroup`` in nothing else: the kernel
     becomes a function, and each array a reference to one. Their sizes are summed up where the
@@ -189,20 +210,75 @@ def whole_text(variant: Variant) -> str:
     return f"{header}{generated}\n"
 
 
+def clang_errors(text: str, version: str = FIRST, before: str | None = None) -> tuple[str, ...]:
+    """Return the errors in a text, each with its notes. before: Its prelude; None:
+    :func:`known_prelude`."""
+    return _errors(text, version, known_prelude() if before is None else before)
+
+
 @functools.cache
-def clang_errors(text: str) -> tuple[str, ...]:
-    """Errors in a text behind the model of MLX's prelude, each with its notes."""
+def known_prelude() -> str:
+    """Return MLX's prelude, or the model of it where MLX's cannot be had."""
+    return MODEL if prelude.missing() else prelude.text()
+
+
+@functools.cache
+def _errors(text: str, version: str, before: str) -> tuple[str, ...]:
     from clang.cindex import Diagnostic, Index
 
-    name, prelude = "kernel.clcpp", HEADER.read_text("ascii")
-    unit = Index.create().parse(name, args=ARGUMENTS, unsaved_files=[(name, prelude + text)])
-    before = prelude.count("\n")
+    name, compiled = "kernel.clcpp", _compiled(before, version)
+    arguments = [*clang_arguments(version), "-include-pch", compiled]
+    unit = Index.create().parse(name, args=arguments, unsaved_files=[(name, text)])
     return tuple(
-        "; ".join(
-            [f"line {d.location.line - before}: {d.spelling}", *(n.spelling for n in d.children)]
-        )
+        "; ".join([f"line {d.location.line}: {d.spelling}", *(n.spelling for n in d.children)])
         for d in unit.diagnostics
         if d.severity >= Diagnostic.Error or "double precision" in d.spelling
+    )
+
+
+def clang_arguments(version: str) -> list[str]:
+    """Return clang's arguments for a version of Metal's language."""
+    return [*ARGUMENTS, f"-D__METAL_VERSION__={version.replace('.', '')}0"]
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _compiled(before: str, version: str) -> str:
+    """Compile a prelude once into a file, because that takes longer than most texts.
+
+    Raises:
+        ValueError: clang does not take it: it uses what lint.h does not declare.
+    """
+    from clang.cindex import Diagnostic, Index, TranslationUnit
+
+    file = Path(tempfile.mkdtemp(dir=_folder().name)) / "prelude.clcpp"
+    file.write_text(for_clang(before), "utf-8")
+    unit = Index.create().parse(
+        str(file), args=clang_arguments(version), options=TranslationUnit.PARSE_INCOMPLETE
+    )
+    errors = [d for d in unit.diagnostics if d.severity >= Diagnostic.Error]
+    if errors:
+        raise ValueError(
+            f"clang refuses MLX's prelude for Metal {version} ({len(errors)} errors, the first: "
+            f"{errors[0].spelling}); declare in {HEADER.name} what it uses."
+        )
+    unit.save(str(file.with_suffix(".pch")))
+    return str(file.with_suffix(".pch"))
+
+
+def for_clang(before: str) -> str:
+    """Return a prelude as clang can take it, behind what it uses. It may be newer than C++14."""
+    internal = sorted(set(_INTERNAL.findall(before)))
+    return (
+        f'#include "{HEADER}"\n'
+        '#pragma clang diagnostic push\n#pragma clang diagnostic ignored "-Wpre-c++17-compat"\n'
+        + "".join(f"template <typename... T> float {name}(T... x);\n" for name in internal)
+        + _CONSTRUCTOR.sub(r"\1", _INCLUDED.sub("", before))
+        + "#pragma clang diagnostic pop\n"
     )
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from tests.kernels.harness import emulated, patched, require, scratch_kernel
-from tests.kernels.metal import lint
+from tests.kernels.metal import lint, prelude
 from tests.kernels.metal.emulator import Emulator
 
 FUNCTIONS = """template <typename T>
@@ -154,7 +154,7 @@ FAULTS = {
     ),
     "a 16-bit function": (
         instead("2.0f * float(x)", "metal::exp(x)"),
-        "call to deleted function 'exp'",
+        "'exp' is unavailable: it rounds to 16 bits",
     ),
     "a counter as a number": (
         {"body": BODY + COUNTERS.format("uint n = counters[0];")},
@@ -226,6 +226,127 @@ def test_a_planted_fault_is_refused(what):
     options, reason = FAULTS[what]
     found = lint.problems(variant(**options))
     assert any(reason in problem for problem in found), found
+
+
+# What no model of the prelude knows.
+CLASHES = {
+    "a function of the prelude": (
+        with_line("inline float log1p(float x) { return x; }"),
+        "redefinition of 'log1p'",
+    ),
+    "a template of the prelude": (
+        with_line("template <typename T, typename U> inline T ceildiv(T x, U y) { return x / y; }"),
+        "redefinition of 'ceildiv'",
+    ),
+    "a class of the prelude": (
+        with_line("template <typename T> struct WorkPerThread { T x; };"),
+        "redefinition of 'WorkPerThread'",
+    ),
+    "a function of the prelude as a variable": (
+        with_line("constant int elem_to_loc = 3;"),
+        "redefinition of 'elem_to_loc' as different kind of symbol",
+    ),
+    "a macro of the prelude": (
+        instead("uint i =", "uint MTL_CONST = 0; uint i ="),
+        "expected unqualified-id",
+    ),
+    "a macro of the prelude with arguments": (
+        with_line("inline float instantiate_float_limit(float x) { return x; }"),
+        "expected",
+    ),
+    "a call that an overload of the prelude makes ambiguous": (
+        {
+            **with_line("inline float log1p(half x) { return float(x); }"),
+            "body": BODY + "y[0] = T(log1p(1));",
+        },
+        "call to 'log1p' is ambiguous",
+    ),
+    "a call with two overloads of the prelude": (
+        {
+            **with_line(
+                "template <typename T>\ninline T simd_shuffle_and_fill_up(T x, long y, int n) {\n"
+                "return x;\n}"
+            ),
+            "body": BODY + "y[0] = T(float(simd_shuffle_and_fill_up(1l, size_t(1), 1)));",
+        },
+        "call to 'simd_shuffle_and_fill_up' is ambiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", lint.ENDS)
+@pytest.mark.parametrize("what", CLASHES)
+def test_a_clash_with_mlx_s_prelude_is_refused(what, version):
+    require(prelude.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    options, reason = CLASHES[what]
+    planted = variant(**options)
+    found = lint.compile_errors(planted, [version])
+    assert any(reason in problem for problem in found), found
+    assert lint.clang_errors(lint.whole_text(planted), version, lint.MODEL) == ()
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_a_good_text_passes_behind_the_model(what):
+    """Which stands for the prelude where that cannot be had."""
+    text = lint.whole_text(variant(**GOOD[what]))
+    assert lint.clang_errors(text, before=lint.MODEL) == ()
+
+
+def test_the_prelude_stands_before_each_text():
+    require(prelude.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    assert lint.known_prelude() == prelude.text()
+    assert lint.clang_errors("inline int half_of(int x) { return ceildiv(x, 2); }") == ()
+
+
+def test_without_the_prelude_its_model_is_there(monkeypatch):
+    monkeypatch.setattr(prelude, "missing", lambda: "no network")
+    assert lint.known_prelude.__wrapped__() == lint.MODEL
+
+
+def test_the_version_is_that_of_the_language():
+    text = 'static_assert(__METAL_VERSION__ == {}, "another version");'
+    for version, number in (("3.1", 310), ("3.2", 320), ("4.0", 400)):
+        assert lint.clang_errors(text.format(number), version, lint.MODEL) == ()
+        assert lint.clang_errors(text.format(number + 1), version, lint.MODEL)
+
+
+def test_a_prelude_that_uses_more_than_is_declared_is_an_error():
+    with pytest.raises(ValueError, match=r"1 errors, .*'newer'.*; declare in lint\.h what it uses"):
+        lint.clang_errors("", before=f"{lint.MODEL}typedef metal::newer newer_t;\n")
+
+
+def test_names_of_mlx_are_those_of_its_prelude():
+    require(prelude.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    library = {name for name, whose in lint.metal_names().items() if whose == "metal_stdlib"}
+    known = lint.metal_names().keys() - library
+    for version in prelude.LANGUAGES:
+        assert names_in(lint.for_clang(prelude.text()), version) - library == known
+
+
+def names_in(text, version):
+    """What a text defines for all that stands behind it, but for Metal's internal names."""
+    from clang.cindex import CursorKind, Index, TranslationUnit
+
+    unit = Index.create().parse(
+        "prelude.clcpp",
+        args=lint.clang_arguments(version),
+        unsaved_files=[("prelude.clcpp", text)],
+        options=TranslationUnit.PARSE_DETAILED_PROCESSING_RECORD,
+    )
+    found = set()
+
+    def visit(cursor):
+        for each in cursor.get_children():
+            if each.location.file is None or each.location.file.name != "prelude.clcpp":
+                continue
+            if each.kind.is_declaration() or each.kind == CursorKind.MACRO_DEFINITION:
+                found.add(each.spelling.partition("<")[0])
+            # What is in another namespace is not in the way.
+            if each.kind == CursorKind.NAMESPACE and each.spelling != "mlx":
+                visit(each)
+
+    visit(unit.cursor)
+    return {n for n in found if n and not n.startswith(("__metal_", "operator"))}
 
 
 TYPES = ("half", "bfloat", "uint", "ushort", "uchar", "ulong", "size_t", "uint8_t", "int64_t")
