@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_whole
+from mlx_moeflux.cli.messages import say
 from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
 from mlx_moeflux.loading.options import FLAGS, LoadOptions
 
@@ -323,9 +324,13 @@ def kept_by_xtc(tokenizer: Any, vocabulary: int) -> list[int]:
 def memory_pressure(args: argparse.Namespace) -> Any:
     """Return what tells a command of :func:`add_memory_arguments` that memory is scarce, or
     None."""
-    from mlx_moeflux.experts.system_memory import open_pressure
+    from mlx_moeflux.experts.system_memory import open_pressure, pressure_gap
 
-    return None if args.fixed_memory else open_pressure()
+    if args.fixed_memory:
+        return None
+    if gap := pressure_gap():
+        say("note", gap)
+    return open_pressure()
 
 
 def stats_table(experts: Any, model: Any, *, details: bool = False, written: int = 0) -> str:

@@ -15,7 +15,7 @@ from numbers import Real
 
 from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import InputError, MemoryBudgetError
-from mlx_moeflux.experts.system_memory import available_memory
+from mlx_moeflux.experts.system_memory import ASSUMED, available_memory
 
 AUTO = "auto"
 RESERVE_BYTES = 10**9
@@ -162,13 +162,17 @@ def measure_memory() -> Memory:
         free = int(info.get("free_memory", info.get("total_memory", 0)))
         return Memory("cuda", free, free, "the GPU's free memory")
     free, parts = available_memory()
-    seen = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items())
+    seen = ", ".join(
+        f"{'less ' if nbytes < 0 else ''}{format_bytes(abs(nbytes))} {name}"
+        for name, nbytes in parts.items()
+    )
     what = "the available memory" + (f" ({seen})" if seen else "")
     if kind == "cpu":
         return Memory("cpu", free, int(0.6 * free), f"0.6 of {what}")
     most = int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
     if free >= most:
-        free, what = most, "the recommended working set"
+        assumed = [name for name in parts if name.startswith(ASSUMED)]
+        free, what = most, ", ".join(["the recommended working set", *assumed])
     return Memory("metal", free, int(0.9 * free), f"0.9 of {what}")
 
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
@@ -26,8 +26,29 @@ WAITING_SHARE, AVAILABLE_SHARE = 0.1, 1 / 3
 # one has waited for long.
 LEAST_SHARE = 1 / 20
 
-# What kern.memorystatus_vm_pressure_level says from a warning on; 1 is normal, 4 critical.
+# The level of macOS: 1 is normal, 2 a warning, 4 critical.
+MACOS_LEVEL = "kern.memorystatus_vm_pressure_level"
 MACOS_WARNING = 2
+# The level turns to a warning when the compressor holds more than half of what is not wired, so
+# growth between two looks counts too, in bytes a second. A Mac with room swaps out little at a
+# time: pages that no program touched for days.
+MACOS_SWAPPED = {"Swapouts": 4 << 20}
+# 16 MB a second are an eighth of a Mac of 8 GB in a minute; pages compress to about a third.
+MACOS_COMPRESSED = {"Pages occupied by compressor": 16 << 20, "Compressions": 48 << 20}
+# macOS compresses pages of idle programs also to keep more files. That is no shortage where more
+# than this share of all pages can be had, or where more can be had than at the look before.
+MACOS_SHARE = 1 / 2
+MACOS_PAGES = ("free", "active", "inactive", "speculative", "wired down", "occupied by compressor")
+# Looks that are closer than this, in seconds, count as so far apart.
+MACOS_LOOK = 0.5
+
+# Running programs map some pages of files as code. No counter has them, and macOS would only read
+# them again, so the lesser of a share and an amount of the pages of files is left out.
+TEXT_SHARE, TEXT_BYTES = 0.08, 500_000_000
+TEXT = "assumed to be code of running programs"
+
+# The first words of a part of the available memory that no counter gave.
+ASSUMED = "assumed, because "
 
 
 class Version(NamedTuple):
@@ -55,20 +76,21 @@ VERSIONS = (
 
 def available_memory() -> tuple[int, dict[str, int]]:
     """Return the bytes that can be had without swapping, and their parts if the system tells them.
-    A container's limit counts too."""
+    A container's limit counts too. A negative part is left out of the others. Where the system
+    tells nothing, all memory of the machine counts, as a part whose name begins with
+    :data:`ASSUMED`."""
     if sys.platform == "darwin":
         return _vm_stat()
     found = re.findall(r"MemAvailable:\s+(\d+)", _text(MEMINFO))
-    if not found:
-        return _machine_bytes(), {}
-    return min([1024 * int(found[0]), *(left for _, left in _limits())]), {}
+    nbytes = 1024 * int(found[0]) if found else _machine_bytes()
+    parts = {} if found else {f"{ASSUMED}{MEMINFO} has no MemAvailable": nbytes}
+    return min([nbytes, *(left for _, left in _limits())]), parts
 
 
-def about_available() -> int:
-    """Return what :func:`available_memory` does, on macOS to a percent: quickly."""
-    if sys.platform == "darwin" and (percent := sysctl("kern.memorystatus_level")) is not None:
-        return percent * _machine_bytes() // 100
-    return available_memory()[0]
+def least_available() -> int:
+    """Return the available bytes below which memory is scarce even if nothing waits for it. macOS
+    compresses pages first, so there it is 0."""
+    return 0 if sys.platform == "darwin" else int(LEAST_SHARE * whole_memory())
 
 
 def whole_memory() -> int:
@@ -101,7 +123,8 @@ class LinuxPressure:
         self._last = now, waited
         longest = 1e-6 * max(b - a for a, b in zip(before, waited, strict=True))
         waits = now > then and longest >= WAITING_SHARE * (now - then)
-        return about_available() < (AVAILABLE_SHARE if waits else LEAST_SHARE) * whole_memory()
+        enough = AVAILABLE_SHARE * whole_memory() if waits else least_available()
+        return available_memory()[0] < enough
 
     def _waited(self) -> tuple[float, list[int]]:
         """Return the time, and the microseconds that tasks have waited by each file."""
@@ -110,29 +133,66 @@ class LinuxPressure:
 
 
 class MacPressure:
-    """The level of macOS."""
+    """The level of macOS, and what it compressed and swapped between two looks. A large compressor
+    that does not grow is no shortage."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._last = clock(), _counters()
 
     def scarce(self) -> bool:
         """See :class:`MemoryPressure`."""
-        return (sysctl("kern.memorystatus_vm_pressure_level") or 0) >= MACOS_WARNING
+        (then, before), (now, found) = self._last, (self._clock(), _counters())
+        self._last = now, found
+        if (sysctl(MACOS_LEVEL) or 0) >= MACOS_WARNING:
+            return True
+        seconds = max(now - then, MACOS_LOOK)
+
+        def grew(limits: dict[str, int]) -> bool:
+            known = limits.keys() & before.keys() & found.keys()
+            return any(found[n] - before[n] >= limits[n] * seconds for n in known)
+
+        left = sum(_parts(found).values())
+        pages = sum(found.get(f"Pages {name}", 0) for name in MACOS_PAGES)
+        little = left < MACOS_SHARE * pages and left <= sum(_parts(before).values())
+        return grew(MACOS_SWAPPED) or (little and grew(MACOS_COMPRESSED))
 
 
 def open_pressure() -> MemoryPressure | None:
     """Return what tells of this system's memory pressure; None: nothing does."""
     if sys.platform == "darwin":
-        known = sysctl("kern.memorystatus_vm_pressure_level") is not None
-        return MacPressure() if known else None
+        return MacPressure() if sysctl(MACOS_LEVEL) is not None or _counters() else None
     of_group = (folder / "memory.pressure" for folder in _folders(VERSIONS[0]))
     own = next((file for file in of_group if _text(file)), None)
     files = [file for file in (PRESSURE, own) if file is not None and _text(file)]
     return LinuxPressure(files) if files else None
 
 
+def pressure_gap() -> str | None:
+    """Return in a line what macOS does not tell of its memory, and what follows; None: it tells
+    all."""
+    if sys.platform != "darwin":
+        return None
+    level, counters = sysctl(MACOS_LEVEL) is not None, bool(_parts(_counters()))
+    if level and counters:
+        return None
+    if not (level or counters):
+        return f"neither vm_stat nor sysctl {MACOS_LEVEL} answers: experts keep their memory"
+    if counters:
+        return f"sysctl {MACOS_LEVEL} does not answer: vm_stat alone says when memory is scarce"
+    return (
+        f"vm_stat gives no counters: sysctl {MACOS_LEVEL} alone says when memory is scarce, and "
+        "experts grow back without knowing how much is free"
+    )
+
+
 def sysctl(name: str) -> int | None:
     """Return a number of 32 bits that macOS keeps under this name; None: there is none."""
     value = ctypes.c_int32()
     size = ctypes.c_size_t(ctypes.sizeof(value))
-    call = ctypes.CDLL(None).sysctlbyname
+    call = getattr(ctypes.CDLL(None), "sysctlbyname", None)
+    if call is None:
+        return None
     failed = call(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
     return None if failed or size.value != ctypes.sizeof(value) else value.value
 
@@ -167,25 +227,51 @@ def _text(file: Path) -> str:
 
 
 def _vm_stat() -> tuple[int, dict[str, int]]:
-    """See :func:`available_memory`; of the counters of ``vm_stat``. Its free pages exclude
-    speculative ones, which hold files that are read ahead; inactive pages are reused first, and
-    purgeable ones are given up when others need memory."""
+    """See :func:`available_memory`. The counters of ``vm_stat`` that count: free pages, purgeable
+    ones, and those of files. The lesser of 500 MB and 8 % of the pages of files is assumed to be
+    code of running programs and left out (:data:`TEXT_BYTES`, :data:`TEXT_SHARE`)."""
+    parts = _parts(_counters())
+    if not parts:
+        parts = {f"{ASSUMED}vm_stat gives no counters": _machine_bytes()}
+    return min(sum(parts.values()), _machine_bytes()), parts
+
+
+def _parts(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the parts of what can be had; empty if the counters do not tell.
+
+    xnu: "File-backed pages" are active, inactive and speculative ones; "Pages free" excludes the
+    speculative ones; purgeable pages are anonymous. A macOS without one of the three counters says
+    less: there the inactive pages of files and of programs count, and no active ones.
+    """
+    free, inactive = counters.get("Pages free"), counters.get("Pages inactive")
+    purgeable, files = counters.get("Pages purgeable"), counters.get("File-backed pages")
+    if free is None:
+        return {}
+    if files is not None and purgeable is not None:
+        text = min(TEXT_BYTES, int(TEXT_SHARE * files))
+        return {"free": free, "purgeable": purgeable, "of files": files, TEXT: -text}
+    if inactive is None:
+        return {}
+    free += counters.get("Pages speculative", 0)
+    return {"free": free, "inactive": inactive, "purgeable": purgeable or 0}
+
+
+def _counters() -> dict[str, int]:
+    """Return the counters of ``vm_stat`` times the bytes of a page; empty if it gives none."""
     try:
-        done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, timeout=10, check=True)
+        # Without the sweep of file descriptors CPython spawns on macOS, and does not fork this
+        # process with all that it has mapped.
+        done = subprocess.run(
+            ["/usr/bin/vm_stat"], capture_output=True, timeout=10, check=True, close_fds=False
+        )
     except (OSError, subprocess.SubprocessError):
-        return _machine_bytes(), {}
+        return {}
     text = done.stdout.decode("ascii", "replace")
     size = re.search(r"page size of (\d+) bytes", text)
-    counts = {name: int(n) for name, n in re.findall(r"^Pages (\w+): +(\d+)\.", text, re.M)}
-    if size is None or not {"free", "inactive"} <= counts.keys():
-        return _machine_bytes(), {}
-    pages = {
-        "free": counts["free"] + counts.get("speculative", 0),
-        "inactive": counts["inactive"],
-        "purgeable": counts.get("purgeable", 0),
-    }
-    parts = {name: count * int(size[1]) for name, count in pages.items()}
-    return min(sum(parts.values()), _machine_bytes()), parts
+    if size is None:
+        return {}
+    found = re.findall(r'^"?([A-Z][A-Za-z -]*)"?: +(\d+)\.', text, re.M)
+    return {name: int(size[1]) * int(count) for name, count in found}
 
 
 def _machine_bytes() -> int:

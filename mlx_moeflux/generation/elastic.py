@@ -7,7 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_moeflux.experts.budget import format_bytes
-from mlx_moeflux.experts.system_memory import MemoryPressure, about_available
+from mlx_moeflux.experts.system_memory import (
+    MacPressure,
+    MemoryPressure,
+    available_memory,
+    least_available,
+)
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify.failures import lacks_memory
 
@@ -15,9 +20,14 @@ from mlx_moeflux.kernels.verify.failures import lacks_memory
 LOOK_SECONDS = 0.5
 # Of a shrinking bank, of equal size; the last leaves the experts of one token.
 STEPS = 4
-# How long memory must not have been scarce before a step back, and bytes that others must have
-# given up since the step was taken. Else memory would soon be scarce again.
-CALM_SECONDS, ROOM_BYTES = 10.0, 256 << 20
+# How long memory must not have been scarce before a step back, and bytes that must be left after
+# it, for files that are read and for programs that grow meanwhile.
+CALM_SECONDS, ROOM_BYTES = 10.0, 512 << 20
+# A step back after which memory is scarce within so long may be the cause: the next one like it
+# waits twice as long, up to ten minutes, unless ROOM_BYTES more are available than before it.
+SETTLE_SECONDS, LONGEST_WAIT = 60.0, 600.0
+# From a look to the next while nothing is scarce, on macOS: vm_stat is a process, 1 to 5 ms.
+CALM_LOOK_SECONDS = 2.0
 
 
 class ElasticBanks:
@@ -28,7 +38,8 @@ class ElasticBanks:
     model calls :meth:`look` between two steps; another may, while the model does not run.
 
     tell: Called with a line for each change. available: Returns the bytes that can be had without
-    swapping. shrunk, grown: Number of steps since the start.
+    swapping. least: Bytes of them below which memory is scarce. calm_look: Seconds from one look to
+    the next while it is not. shrunk, grown: Number of steps since the start.
     """
 
     def __init__(
@@ -37,48 +48,74 @@ class ElasticBanks:
         pressure: MemoryPressure,
         tell: Callable[[str], object],
         *,
-        available: Callable[[], int] = about_available,
+        available: Callable[[], int] = lambda: available_memory()[0],
+        least: int = 0,
+        calm_look: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._model, self._pressure, self._tell = model, pressure, tell
-        self._available, self._clock = available, clock
+        self._available, self._least, self._clock = available, least, clock
+        self._calm_look = calm_look
         self.shrunk = self.grown = 0
-        self._next = self._calm_since = clock()
+        self._next = self._asked = self._changed = clock()
         # Layer -> slots before the first step, and as they were left.
         self._full: dict[int, int] = {}
         self._left: dict[int, int] = {}
-        # Bytes that were available before each step that is not taken back.
-        self._steps: list[int] = []
+        # Steps that are not taken back; the last one that was: when, from how many, and bytes that
+        # were available before it; for steps that failed: the wait, and those bytes.
+        self._steps = 0
+        self._back: tuple[float, int, int] | None = None
+        self._failed: dict[int, tuple[float, int]] = {}
 
     def look(self) -> None:
         """Shrink or grow by a step if that is due; look at the system at most twice a second."""
         now = self._clock()
         if now < self._next:
             return
-        self._next = now + LOOK_SECONDS
         if self._slots() != self._left:
-            self._full, self._steps = self._slots(), []
-        if self._pressure.scarce():
-            self._calm_since = now
+            self._full, self._steps, self._back, self._failed = self._slots(), 0, None, {}
+        scarce = self._pressure.scarce()
+        self._next = now + (LOOK_SECONDS if scarce else max(LOOK_SECONDS, self._calm_look))
+        if scarce:
+            self._judge(now)
+            self._asked = self._changed = now
             self._shrink()
-        elif self._steps and now - self._calm_since >= CALM_SECONDS:
-            self._calm_since = now
-            self._grow()
+        elif self._steps and now - self._asked >= CALM_SECONDS:
+            self._asked = now
+            self._grow(now)
+
+    def _judge(self, now: float) -> None:
+        """Remember that the last step back may have made memory scarce."""
+        if self._back is None:
+            return
+        (then, steps, available), self._back = self._back, None
+        if now - then >= SETTLE_SECONDS:
+            self._failed = {}
+            return
+        wait, _ = self._failed.get(steps, (CALM_SECONDS, 0))
+        self._failed[steps] = min(2 * wait, LONGEST_WAIT), available
 
     def _shrink(self) -> None:
-        wanted = self._after(len(self._steps) + 1)
-        if len(self._steps) < STEPS and wanted != self._slots():
-            self._steps.append(self._available())
+        wanted = self._after(self._steps + 1)
+        if self._steps < STEPS and wanted != self._slots():
+            self._steps += 1
             if self._resize(wanted, "the system lacks memory: experts shrink"):
                 self.shrunk += 1
 
-    def _grow(self) -> None:
-        wanted, block_bytes = self._after(len(self._steps) - 1), self._model.store.block_bytes
+    def _grow(self, now: float) -> None:
+        wanted, block_bytes = self._after(self._steps - 1), self._model.store.block_bytes
         more = sum((n - self._left[layer]) * block_bytes[layer] for layer, n in wanted.items())
-        if self._available() - more < self._steps[-1] + ROOM_BYTES:
+        available = self._available()
+        wait, before = self._failed.get(self._steps, (0.0, 0))
+        waits = now - self._changed < wait and available < before + ROOM_BYTES
+        if waits or available - more < self._least + ROOM_BYTES:
             return
+        if self._back is not None:
+            # It was calm since the step before this one.
+            self._failed.pop(self._back[1], None)
         if self._resize(wanted, "memory is free again: experts grow"):
-            self._steps.pop()
+            self._back, self._changed = (now, self._steps, available), now
+            self._steps -= 1
             self.grown += 1
 
     def _after(self, steps: int) -> dict[int, int]:
@@ -116,4 +153,7 @@ def elastic_banks(
     store = model.store
     if pressure is None or store.streaming is None or store.ranks is not None:
         return None
-    return None if device.kind() == "cuda" else ElasticBanks(model, pressure, tell)
+    if device.kind() == "cuda":
+        return None
+    calm_look = CALM_LOOK_SECONDS if isinstance(pressure, MacPressure) else 0.0
+    return ElasticBanks(model, pressure, tell, least=least_available(), calm_look=calm_look)

@@ -282,13 +282,31 @@ def test_without_counters_the_working_set_is_the_limit(macos, text, error):
     macos.text, macos.error = text, error
     found = macos.on(mx.gpu)
     assert found.free_bytes == 24 * GB
-    assert found.what == "0.9 of the recommended working set"
-    assert macos.on(mx.cpu).free_bytes == 32 << 30
+    assumed = "assumed, because vm_stat gives no counters"
+    assert found.what == f"0.9 of the recommended working set, {assumed}"
+    cpu = macos.on(mx.cpu)
+    assert cpu.free_bytes == 32 << 30
+    assert cpu.what == f"0.6 of the available memory (34.4 GB {assumed})"
 
 
 def test_counters_are_never_more_than_the_memory(macos):
     macos.total = 4 << 30
     assert macos.on(mx.gpu).free_bytes == 4 << 30
+
+
+def test_pages_of_files_are_available_less_the_code_of_programs(macos):
+    """8 % of 5.37 GB are 429 MB. Inactive and speculative pages are among those of files or are
+    other programs'."""
+    macos.text = VM_STAT + "File-backed pages:                       327680.\n"
+    found = macos.on(mx.gpu)
+    files, free, purgeable = 16384 * 327680, 2 << 30, 1 << 29
+    assert found.free_bytes == free + purgeable + files - int(0.08 * files)
+    assert found.what == (
+        "0.9 of the available memory (2.15 GB free, 537 MB purgeable, 5.37 GB of files, "
+        "less 429 MB assumed to be code of running programs)"
+    )
+    macos.text = VM_STAT + "File-backed pages:                       655360.\n"
+    assert "less 500 MB assumed" in macos.on(mx.gpu).what
 
 
 def test_the_line_of_the_plan_says_what_was_seen(macos):

@@ -1,4 +1,5 @@
-"""Oracle: files as Linux writes them and numbers as macOS gives them, with sums done by hand."""
+"""Oracle: files as Linux writes them and numbers as macOS gives them, with sums done by hand; for
+what macOS leaves, a table of pages."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from mlx_moeflux.experts import budget, system_memory
 from mlx_moeflux.experts.system_memory import (
     LinuxPressure,
     MacPressure,
-    about_available,
     available_memory,
+    least_available,
     open_pressure,
+    pressure_gap,
     sysctl,
     whole_memory,
 )
+from tests.experts.simulated_mac import GB, MACS, Pages, show, states
 
 MEMINFO = "MemTotal: 8000 kB\nMemFree: 1 kB\nMemAvailable:    5000 kB\n"
 STAT = "anon 77\ninactive_file 30000\nactive_file 4000\ntotal_inactive_file 8\n"
@@ -47,6 +50,7 @@ def files(monkeypatch):
 
 def test_a_limit_of_the_root_group_counts(files):
     assert available_memory() == (5_120_000, {})
+    assert least_available() == 2000 * 4096 // 20
     files["/sys/fs/cgroup/memory.max"] = "4000000\n"
     files["/sys/fs/cgroup/memory.current"] = "1000000\n"
     assert available_memory() == (3_000_000, {})
@@ -132,15 +136,150 @@ def test_a_system_that_says_nothing(files):
     assert open_pressure() is None
 
 
+def test_a_linux_that_does_not_say_what_is_available(files):
+    files["/proc/meminfo"] = "MemTotal: 8000 kB\n"
+    assumed = {"assumed, because /proc/meminfo has no MemAvailable": 2000 * 4096}
+    assert available_memory() == (2000 * 4096, assumed)
+    if budget.measure_memory().backend == "cpu":
+        assert "no MemAvailable" in budget.measure_memory().what
+    files["/sys/fs/cgroup/memory.max"], files["/sys/fs/cgroup/memory.current"] = "5000", "1000"
+    assert available_memory() == (4000, assumed)
+
+
+# ---- macOS
+
+
+@pytest.mark.parametrize("text", [0.0, 0.15], ids=["no code", "much code"])
+@pytest.mark.parametrize("state", ["idle", "busy", "file-heavy"])
+@pytest.mark.parametrize("gib", MACS)
+def test_what_a_mac_leaves_is_what_the_table_of_pages_leaves(monkeypatch, gib, state, text):
+    pages = states(gib)[state]
+    pages.text = min(text * pages.files, 600e6)
+    show(monkeypatch, pages.vm_stat())
+    found, parts = available_memory()
+    assert found == sum(parts.values())
+    assert abs(found / pages.to_be_had - 1) < 0.1
+    assert found - pages.to_be_had < 300e6
+    assert parts["assumed to be code of running programs"] < 0
+
+
+def test_files_count_whether_they_were_read_once_or_twice(monkeypatch):
+    """A file that is read a second time has active pages, and those of programs turn inactive."""
+    once = Pages(16 * GB, 3 * GB, 3.5 * GB, GB, 0.5 * GB, 4 * GB, 0.5 * GB)
+    twice = Pages(16 * GB, 3 * GB, GB, 3.5 * GB, 4.5 * GB, 0, 0.5 * GB)
+    found = []
+    for pages in (once, twice):
+        show(monkeypatch, pages.vm_stat())
+        found.append(available_memory())
+    assert found[0] == found[1]
+    # Nothing of others: 3.5 GB free, 5 GB of files less 0.4.
+    assert found[0][0] == pytest.approx(8.1 * GB, abs=1e6)
+
+
+@pytest.mark.parametrize("lacks", ["Pages purgeable", "File-backed pages"])
+def test_without_one_of_the_counters_inactive_pages_count(monkeypatch, lacks):
+    pages = states(16)["busy"]
+    show(monkeypatch, pages.vm_stat().replace(lacks, "Pages of another kind"))
+    found, parts = available_memory()
+    purgeable = 0 if lacks == "Pages purgeable" else pages.purgeable
+    expected = pages.free + pages.speculative + pages.inactive + purgeable
+    assert found == pytest.approx(expected, abs=1e6)
+    assert set(parts) == {"free", "inactive", "purgeable"}
+
+
 @pytest.mark.parametrize(("level", "scarce"), [(1, False), (2, True), (4, True), (None, False)])
-def test_the_level_of_macos(monkeypatch, level, scarce):
-    said = {"kern.memorystatus_vm_pressure_level": level, "kern.memorystatus_level": 40}
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(system_memory, "sysctl", said.__getitem__)
-    monkeypatch.setattr(system_memory.os, "sysconf", lambda name: 100)
+def test_the_level_of_macos_alone(monkeypatch, level, scarce):
+    show(monkeypatch, None, level)
     assert (open_pressure() is None) == (level is None)
     assert MacPressure().scarce() == scarce
-    assert about_available() == 4000
+    assert pressure_gap().startswith("neither" if level is None else "vm_stat gives no counters")
+
+
+SMALL = Pages(16 * GB, 3 * GB, 4 * GB, 3 * GB, 0.5 * GB, 1.2 * GB, 0.1 * GB, 0, 4 * GB)
+
+
+class Shown:
+    """A Mac whose counters a test changes between two looks."""
+
+    def __init__(self, monkeypatch, pages):
+        self.now, self.level, self.compressed, self.swapped = 0.0, 1, 0.0, 0.0
+        self.pages = pages
+        show(
+            monkeypatch,
+            lambda: self.pages.vm_stat(self.compressed, self.swapped),
+            lambda: self.level,
+        )
+        self.pressure = MacPressure(clock=lambda: self.now)
+
+    def after(self, seconds, **changes):
+        """Return whether memory is scarce a time later. compressed, swapped: More than before."""
+        self.now += seconds
+        for name in ("compressed", "swapped"):
+            setattr(self, name, getattr(self, name) + changes.pop(name, 0))
+        vars(self.pages).update(changes)
+        return self.pressure.scarce()
+
+
+def test_a_large_compressor_that_stays_is_calm(monkeypatch):
+    mac = Shown(monkeypatch, Pages(*vars(SMALL).values()))
+    assert not any(mac.after(0.5) for _ in range(20))
+    # Some pages always come and go.
+    assert not any(mac.after(0.5, compressed=10e6, compressor=4 * GB + 5e6 * i) for i in range(20))
+    assert not mac.after(0.5, swapped=1e6)
+    assert not mac.after(600, compressed=2 * GB, swapped=GB)  # long ago
+    mac.level = 2
+    assert mac.after(0.5)
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        {"compressor": 4.05 * GB, "file_inactive": 1.15 * GB},
+        {"compressed": 60e6},  # and as much decompressed: nothing else moves
+        {"swapped": 5e6},
+    ],
+    ids=lambda growth: next(iter(growth)),
+)
+def test_what_is_compressed_or_swapped_is_seen_before_the_level(monkeypatch, growth):
+    mac = Shown(monkeypatch, Pages(*vars(SMALL).values()))
+    assert not mac.after(0.5)
+    assert mac.after(0.5, **growth)
+    assert not mac.after(0.5)
+    assert mac.pages.level == 1
+
+
+def test_pages_that_are_compressed_for_files_are_no_shortage(monkeypatch):
+    """A model that streams fills the page cache, and macOS compresses pages of idle programs."""
+    mac = Shown(monkeypatch, Pages(*vars(SMALL).values()))
+    moved = {"anonymous_inactive": 2.5 * GB, "file_active": 0.8 * GB, "compressor": 4.2 * GB}
+    assert not mac.after(0.5, compressed=0.5 * GB, **moved)
+    # Nor is it one where most of the memory can be had.
+    mac = Shown(monkeypatch, states(64)["idle"])
+    assert not mac.after(0.5, compressed=GB, compressor=0.4 * GB)
+    assert mac.after(0.5, swapped=10e6)
+
+
+def test_two_looks_at_once_have_no_endless_rate(monkeypatch):
+    mac = Shown(monkeypatch, Pages(*vars(SMALL).values()))
+    assert not mac.after(0, compressed=20e6)
+    assert mac.after(0, compressed=30e6)
+
+
+def test_what_macos_does_not_tell_is_said(monkeypatch):
+    text = states(16)["idle"].vm_stat()
+    show(monkeypatch, text)
+    assert pressure_gap() is None
+    show(monkeypatch, text, None)
+    assert pressure_gap().endswith("vm_stat alone says when memory is scarce")
+    assert not open_pressure().scarce()
+    for answer in (None, "", "Pages free: many.\n", text.replace("page size of", "pages of")):
+        show(monkeypatch, answer)
+        assert pressure_gap().startswith("vm_stat gives no counters: sysctl ")
+        assert not open_pressure().scarce()
+        found, parts = available_memory()
+        assert parts == {"assumed, because vm_stat gives no counters": found}
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert pressure_gap() is None
 
 
 def test_a_number_of_sysctl_has_four_bytes(monkeypatch):
@@ -158,3 +297,5 @@ def test_a_number_of_sysctl_has_four_bytes(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
     assert sysctl("kern.memorystatus_vm_pressure_level") == 4
     assert sysctl("kern.unknown") is None
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert sysctl("kern.memorystatus_vm_pressure_level") is None

@@ -1,10 +1,12 @@
-"""Oracle: the text of a model whose banks never change, and slots divided by hand."""
+"""Oracle: the text of a model whose banks never change, slots divided by hand, and simulated
+machines whose memory a bank shares with other programs."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -13,13 +15,21 @@ import pytest
 from mlx_moeflux import generate, load
 from mlx_moeflux.experts import system_memory
 from mlx_moeflux.experts.streaming.bank import LayerBank
-from mlx_moeflux.experts.system_memory import LinuxPressure
+from mlx_moeflux.experts.system_memory import LinuxPressure, MacPressure, open_pressure
 from mlx_moeflux.generation import elastic as module
-from mlx_moeflux.generation.elastic import CALM_SECONDS, ROOM_BYTES, ElasticBanks, elastic_banks
+from mlx_moeflux.generation.elastic import (
+    CALM_LOOK_SECONDS,
+    CALM_SECONDS,
+    LONGEST_WAIT,
+    ROOM_BYTES,
+    ElasticBanks,
+    elastic_banks,
+)
 from mlx_moeflux.generation.idle import Idle
 from mlx_moeflux.generation.text import stream_generate
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
+from tests.experts.simulated_mac import GIB, Machine
 
 PROMPT = "class Stack:\n    def push(self, item):\n"
 GB = 10**9
@@ -83,14 +93,45 @@ def test_the_system_is_asked_at_most_twice_a_second(world):
     assert 19 <= world.looks <= 20
 
 
-def test_banks_stay_small_while_memory_would_be_scarce_again(world):
+def test_a_step_back_leaves_room(world):
     assert world.after(1, scarce=True) == 18
-    assert world.after(CALM_SECONDS - 1, scarce=False, free=20 * GB) == 18
-    assert world.after(0.5, free=8 * GB) == 18
-    assert world.after(60) == 18
     step = 2 * 6 * 27648
-    assert world.after(60, free=8 * GB + ROOM_BYTES + step - 1) == 18
-    assert world.after(60, free=8 * GB + ROOM_BYTES + step) == 24
+    assert world.after(CALM_SECONDS - 1, scarce=False, free=20 * GB) == 18
+    assert world.after(0.5, free=ROOM_BYTES + step - 1) == 18
+    assert world.after(60) == 18
+    assert world.after(60, free=ROOM_BYTES + step) == 24
+
+
+def test_a_step_back_leaves_what_the_system_needs(world):
+    world.elastic = ElasticBanks(
+        world.model,
+        SimpleNamespace(scarce=lambda: world.scarce),
+        world.lines.append,
+        available=lambda: world.free,
+        least=3 * GB,
+        clock=lambda: world.now,
+    )
+    assert world.after(1, scarce=True) == 18
+    assert world.after(60, scarce=False, free=3 * GB + ROOM_BYTES) == 18
+    assert world.after(60, free=3 * GB + 2 * ROOM_BYTES) == 24
+
+
+def test_a_step_back_that_brought_shortage_waits_longer(world):
+    """20 seconds, then 40, unless more than before it can be had; other steps do not wait."""
+    assert [world.after(0.5, scarce=True) for _ in range(2)] == [18, 12]
+    assert world.after(CALM_SECONDS, scarce=False) == 18
+    for wait in (2 * CALM_SECONDS, 4 * CALM_SECONDS):
+        assert world.after(0.5, scarce=True) == 12
+        for _ in range(int(wait / CALM_SECONDS) - 1):
+            assert world.after(CALM_SECONDS, scarce=False) == 12
+        assert world.after(CALM_SECONDS) == 18
+    assert world.after(0.5, scarce=True) == 12
+    assert world.after(CALM_SECONDS, scarce=False, free=8 * GB + ROOM_BYTES - 1) == 12
+    assert world.after(CALM_SECONDS, free=8 * GB + ROOM_BYTES) == 18
+    assert world.after(CALM_SECONDS) == 24
+    # A shortage long after is another one.
+    assert world.after(600, scarce=True) == 18
+    assert world.after(CALM_SECONDS, scarce=False) == 24
 
 
 def test_one_step_back_needs_a_calm_time_of_its_own(world):
@@ -160,6 +201,186 @@ def test_text_stays_while_banks_shrink_and_grow(world):
         slots.append(world.after(60, scarce=i < 4, free=(10 + i) * GB))
     assert text == expected
     assert slots[:8] == [18, 12, 6, 4, 6, 12, 18, 24]
+
+
+# ---- Simulated machines
+
+LAYERS, BLOCK = 40, 1.77e6
+
+
+class Bank:
+    """A model of 40 layers with 32 slots, in as many lines as :class:`ElasticBanks` needs."""
+
+    def __init__(self, changed=lambda nbytes: None):
+        slots = dict.fromkeys(range(LAYERS), 32)
+        self.streaming = SimpleNamespace(slots=slots, most_slots=8, bank_bytes=0)
+        self.store = SimpleNamespace(
+            streaming=self.streaming, block_bytes=dict.fromkeys(slots, int(BLOCK))
+        )
+        self.router = SimpleNamespace(num_experts_per_tok=8)
+        self.changed = changed
+        self.resize_banks(slots)
+
+    def resize_banks(self, slots):
+        self.streaming.slots.update(slots)
+        self.streaming.bank_bytes = sum(slots.values()) * BLOCK
+        self.changed(self.streaming.bank_bytes)
+
+    @property
+    def slots(self):
+        return self.streaming.slots[0]
+
+
+@pytest.fixture
+def on_a_mac(monkeypatch):
+    """Return a function that makes a :class:`Machine` and a bank on it, seen by vm_stat."""
+
+    def make(gib, **wanted):
+        machine = Machine(gib * GIB, **wanted, bank=0)
+        bank = Bank(lambda nbytes: machine.after(0, bank=nbytes))
+        machine.shown(monkeypatch)
+        clock = lambda: machine.now  # noqa: E731
+        banks = ElasticBanks(
+            bank, MacPressure(clock), print, calm_look=CALM_LOOK_SECONDS, clock=clock
+        )
+
+        def run(seconds, programs=None):
+            """Let time pass; other programs take or give up memory evenly."""
+            steps = int(2 * seconds)
+            grow = 0 if programs is None else (programs - machine.programs) / steps
+            for _ in range(steps):
+                machine.after(0.5, programs=machine.programs + grow)
+                banks.look()
+                yield bank.slots
+
+        return machine, bank, banks, run
+
+    return make
+
+
+@pytest.mark.parametrize(("gib", "others"), [(8, 1.2), (16, 7.0), (64, 49.0)])
+def test_a_bank_is_whole_within_a_minute_after_another_program_has_ended(on_a_mac, gib, others):
+    machine, bank, banks, run = on_a_mac(gib, wired=0.18 * gib * GIB, programs=0.15 * gib * GIB)
+    assert set(run(120)) == {32}
+    before = machine.programs
+    levels = []
+    for _ in run(30, before + (others + 4) * GB):
+        levels.append(machine.pages.level)
+    assert bank.slots < 32
+    assert set(levels) == {1}  # the system's level had not warned yet
+    machine.after(0, programs=before)
+    slots = list(run(60))
+    assert slots[-1] == 32
+    assert set(run(1200)) == {32}
+    assert banks.grown == banks.shrunk <= 4
+
+
+def test_a_bank_that_would_leave_no_room_stays_small(on_a_mac):
+    """The other program stays: with the whole bank less than ROOM_BYTES would be left."""
+    machine, bank, banks, run = on_a_mac(8, wired=1.5 * GB, programs=2.0 * GB)
+    list(run(20, 5.2 * GB))
+    assert bank.slots < 32
+    list(run(600))
+    steps = banks.shrunk + banks.grown
+    left = machine.pages.to_be_had
+    assert left < 2 * ROOM_BYTES
+    assert machine.pages.level == 1
+    list(run(3600))
+    assert banks.shrunk + banks.grown - steps <= 2 * 3600 / LONGEST_WAIT
+
+
+@pytest.mark.parametrize("whole", [16, 24])
+def test_growth_that_brings_shortage_back_does_not_oscillate(whole):
+    """A machine that seems to have room for all, on which memory is scarce with more than `whole`
+    slots a layer."""
+    now, bank = [0.0], Bank()
+    pressure = SimpleNamespace(scarce=lambda: bank.slots > whole)
+    banks = ElasticBanks(bank, pressure, print, available=lambda: 6 * GB, clock=lambda: now[0])
+
+    def run(seconds):
+        for _ in range(int(2 * seconds)):
+            now[0] += 0.5
+            banks.look()
+
+    run(600)
+    assert bank.slots <= whole
+    assert banks.grown <= 6
+    run(3600)
+    assert banks.grown <= 6 + 3600 / LONGEST_WAIT
+    # The cause is gone, which nothing but the calm tells.
+    pressure.scarce = lambda: False
+    run(LONGEST_WAIT + 4 * CALM_SECONDS)
+    assert bank.slots == 32
+
+
+def test_one_shortage_by_chance_after_a_step_back_costs_ten_seconds():
+    now, bank, scarce = [0.0], Bank(), [True]
+    pressure = SimpleNamespace(scarce=lambda: scarce[0])
+    banks = ElasticBanks(bank, pressure, print, available=lambda: 6 * GB, clock=lambda: now[0])
+
+    def run(seconds):
+        for _ in range(int(2 * seconds)):
+            now[0] += 0.5
+            banks.look()
+
+    run(3)
+    scarce[0] = False
+    run(CALM_SECONDS)
+    assert bank.slots == 16
+    scarce[0] = True
+    run(3)
+    scarce[0] = False
+    run(60)
+    assert bank.slots == 32
+
+
+def test_a_linux_that_its_least_share_makes_scarce_does_not_oscillate(monkeypatch):
+    """Growth that would leave less than a twentieth of the memory is not tried."""
+    total, others, now = 16 * GB, 13.2 * GB, [0.0]
+    bank = Bank()
+    left = lambda: int(total - others - bank.streaming.bank_bytes)  # noqa: E731
+    monkeypatch.setattr(system_memory, "available_memory", lambda: (left(), {}))
+    monkeypatch.setattr(module, "available_memory", lambda: (left(), {}))
+    monkeypatch.setattr(system_memory, "whole_memory", lambda: total)
+    monkeypatch.setattr(system_memory.sys, "platform", "linux")
+    banks = elastic_banks(
+        SimpleNamespace(
+            store=SimpleNamespace(**vars(bank.store), ranks=None),
+            router=bank.router,
+            resize_banks=bank.resize_banks,
+        ),
+        LinuxPressure([Path("absent")]),
+        print,
+    )
+    if banks is None:
+        pytest.skip("banks are not in the system's memory")
+    monkeypatch.setattr(banks, "_clock", lambda: now[0])
+    banks._next = now[0]
+    for _ in range(7200):
+        now[0] += 0.5
+        banks.look()
+    assert bank.slots < 32
+    assert (banks.shrunk, banks.grown) == (1, 0)
+    others -= 4 * GB
+    for _ in range(120):
+        now[0] += 0.5
+        banks.look()
+    assert bank.slots == 32
+
+
+def test_a_calm_mac_is_asked_every_two_seconds(on_a_mac, monkeypatch):
+    _, bank, _, run = on_a_mac(16, wired=3 * GB, programs=3 * GB)
+    asked = []
+    counters = system_memory._counters
+    monkeypatch.setattr(system_memory, "_counters", lambda: asked.append(0) or counters())
+    list(run(60))
+    assert 29 <= len(asked) <= 31
+    banks = elastic_banks(
+        SimpleNamespace(store=SimpleNamespace(**vars(bank.store), ranks=None)),
+        open_pressure(),
+        print,
+    )
+    assert banks is None or banks._calm_look == CALM_LOOK_SECONDS
 
 
 # ---- A wait for a prompt

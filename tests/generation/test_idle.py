@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import gc
 import os
@@ -16,12 +17,14 @@ import pytest
 
 from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.cli import main
+from mlx_moeflux.cli.common import memory_pressure
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts import system_memory
 from mlx_moeflux.generation import elastic
 from mlx_moeflux.generation.idle import check_idle_release, released_when_idle
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.models.base import StreamingModel
+from tests.experts.simulated_mac import show
 
 PROMPT = "def add(a, b):"
 
@@ -164,6 +167,17 @@ def test_chat_shrinks_at_the_prompt_and_tells_before_the_reply(
     again, said = capsys.readouterr()
     assert again == text
     assert "lacks memory" not in said
+
+
+def test_what_a_mac_does_not_tell_is_one_line(monkeypatch, capsys):
+    show(monkeypatch, None, None)
+    assert memory_pressure(argparse.Namespace(fixed_memory=True)) is None
+    assert capsys.readouterr().err == ""
+    assert memory_pressure(argparse.Namespace(fixed_memory=False)) is None
+    assert capsys.readouterr().err == (
+        "note: neither vm_stat nor sysctl kern.memorystatus_vm_pressure_level answers: experts "
+        "keep their memory\n"
+    )
 
 
 # ---- A laptop that sleeps, or needs its memory for something else
