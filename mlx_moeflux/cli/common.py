@@ -107,24 +107,21 @@ def add_revision_argument(parser: argparse.ArgumentParser) -> None:
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of :func:`machine_memory` and :func:`machine_rates`."""
     add = parser.add_argument
-    add("--memory", help="of the machine, such as 32GB (default: this one's)")
+    add("--memory", help="of a machine, such as 32GB (default: what this one has left)")
     add("--ssd-gbps", type=float, help="GB/s (default: measured once on this machine)")
     add("--memory-gbps", type=float, help="GB/s (default: those of this machine's chip)")
 
 
 def machine_memory(args: argparse.Namespace) -> Any:
-    """Return the amount of ``--memory``, or measure this machine's.
+    """Return the memory that ``--memory`` describes, or measure this machine's, as loading does.
 
     Raises:
         InputError: ``--memory`` is no amount.
     """
     from mlx_moeflux.experts.budget import measure_memory
-    from mlx_moeflux.measure.plan import parse_machine_memory
+    from mlx_moeflux.measure.plan import described_memory
 
-    if not args.memory:
-        return measure_memory()
-    parse_machine_memory(args.memory)
-    return args.memory
+    return described_memory(args.memory) if args.memory else measure_memory()
 
 
 def machine_rates(args: argparse.Namespace, place: Path) -> Any:

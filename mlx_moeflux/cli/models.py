@@ -12,7 +12,7 @@ from itertools import groupby
 from mlx_moeflux.cli.common import add_machine_arguments, machine_memory, machine_rates
 from mlx_moeflux.experts.budget import Memory, format_bytes
 from mlx_moeflux.measure.models import TOO_LARGE, Candidate, rank_models
-from mlx_moeflux.measure.plan import MEMORY_SHARE, span
+from mlx_moeflux.measure.plan import span
 from mlx_moeflux.measure.rates import Rates
 
 NEEDS_MLX = False
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     rates = machine_rates(args, download_folder())
     found = rank_models(memory, rates)
     if args.json:
-        machine = {"memory_bytes": found[0].plan.memory_bytes, **rates._asdict()}
+        plan = found[0].plan
+        machine = {"memory_bytes": plan.memory_bytes, "described": plan.described}
+        machine |= rates._asdict()
         json.dump(
             {"machine": machine, "models": [one.as_dict() for one in found]}, sys.stdout, indent=2
         )
@@ -44,12 +46,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(found: Sequence[Candidate], memory: str | Memory, rates: Rates) -> Iterator[str]:
+def table(found: Sequence[Candidate], memory: Memory, rates: Rates) -> Iterator[str]:
     """Yield the lines of the table: of each model the least budget that works and that of ``auto``,
     and the speeds with the worst and a typical router."""
-    plan = found[0].plan
-    whose = f"{MEMORY_SHARE} of {memory}" if isinstance(memory, str) else memory.what
-    yield f"memory {format_bytes(plan.usable_bytes)} usable ({whose})"
+    yield f"memory {format_bytes(memory.usable_bytes)} usable ({memory.what})"
     yield str(rates)
     running = [one for one in found if one.kind != TOO_LARGE]
     rows = [HEAD, *(_row(one) for one in running)]
@@ -68,7 +68,9 @@ def table(found: Sequence[Candidate], memory: str | Memory, rates: Rates) -> Ite
         names = ", ".join(one.model.name for one in large)
         yield from textwrap.wrap(f"too large: {names}", WIDTH, break_on_hyphens=False)
     if running:
-        yield "budget: the least --expert-memory that works, and that of auto, the default."
+        yield "budget: the least --expert-memory that works, and that of auto, the default,"
+        described = found[0].plan.described
+        yield f"with {'nothing else open' if described else 'what is available now'}."
     if any(one.plan.resident for one in running):
         yield "speeds: of bytes alone; on fast memory launches make resident models slower."
     yield "'mlx_moeflux plan MODEL' shows the arithmetic; --model MODEL downloads and runs."

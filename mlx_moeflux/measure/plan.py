@@ -181,7 +181,10 @@ def _held(tensors: list[tuple[str, TensorRef]], bits: int | None, group: int) ->
 
 
 MEMORY_SHARE = 0.65
-"""Of a machine's memory: 0.9 of what Metal recommends as a working set, itself 0.72 of it."""
+"""Of a machine's memory that is described by its size: 0.9 of what Metal recommends as a working
+set, itself 0.72 of it. So much is available where nothing else is open."""
+DESCRIBED = "described"
+"""The back end of :func:`described_memory`."""
 MEMORY_GBPS = 100.0
 SSD_GBPS = 3.0
 SYNC_SECONDS = (0.2e-3, 0.35e-3)
@@ -197,6 +200,7 @@ class ModelPlan:
     """The answer. ``str()`` shows the arithmetic; :meth:`as_dict` is plain numbers.
 
     row_bytes: Memory for rows of the tables.
+    described: The memory is that of a machine described by its size; else what is available now.
     slow, fast: Tokens per second if every expert is as likely as another, and if the router
     prefers some as routers do.
     """
@@ -216,6 +220,7 @@ class ModelPlan:
     why: str
     arithmetic: tuple[str, ...]
     row_bytes: int = 0
+    described: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -232,6 +237,11 @@ class ModelPlan:
             verdict = f"does not fit: {self.why}"
         else:
             verdict = f"{'resident' if self.resident else 'streamed'}: {self.why}"
+        whole, usable = format_bytes(self.memory_bytes), format_bytes(self.usable_bytes)
+        if self.described:
+            memory = f"{whole}, of which {usable} usable with nothing else open"
+        else:
+            memory = f"{whole} available now, of which {usable} usable"
         rows = [
             ("model", f"{self.name} ({sizes.model_type})"),
             ("trunk", format_bytes(sizes.trunk_bytes)),
@@ -257,11 +267,7 @@ class ModelPlan:
                 else []
             ),
             ("state", f"{format_bytes(sizes.state_bytes)} at {sizes.context} positions"),
-            (
-                "memory",
-                f"{format_bytes(self.memory_bytes)}, of which "
-                f"{format_bytes(self.usable_bytes)} usable",
-            ),
+            ("memory", memory),
             ("verdict", verdict),
             (
                 "budget",
@@ -279,8 +285,9 @@ class ModelPlan:
         return "\n".join(f"{name:8} {text}" for name, text in rows)
 
 
-def parse_machine_memory(value: str | float) -> int:
-    """Bytes of the memory of a machine to plan for, such as ``"32GB"``.
+def described_memory(value: str | float) -> Memory:
+    """Return the memory of a machine that has so much, such as ``"32GB"``, and nothing else open;
+    :func:`~mlx_moeflux.experts.budget.measure_memory` returns what this machine has left.
 
     Raises:
         InputError: It is no amount.
@@ -288,7 +295,8 @@ def parse_machine_memory(value: str | float) -> int:
     whole = parse_budget(value, 0, what="planned memory")
     if whole is None:
         raise InputError("the memory to plan for must be a number; give one such as 32GB.")
-    return whole
+    size = value if isinstance(value, str) else format_bytes(whole)
+    return Memory(DESCRIBED, whole, int(MEMORY_SHARE * whole), f"{MEMORY_SHARE} of {size}")
 
 
 def plan_model(
@@ -304,15 +312,13 @@ def plan_model(
     """Plan how a machine would load a model, and estimate memory and speed.
 
     Args:
-        memory: Of the machine, of which :data:`MEMORY_SHARE` is usable, or what was measured.
+        memory: As :func:`described_memory` takes it, or what was measured.
 
     Raises:
         InputError: A number makes no sense.
     """
     if not isinstance(memory, Memory):
-        whole = parse_machine_memory(memory)
-        share = f"{MEMORY_SHARE} of the memory"
-        memory = Memory("planned", whole, int(MEMORY_SHARE * whole), share)
+        memory = described_memory(memory)
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
         if not number > 0:
             raise InputError(f"{what} is {number}; it must be greater than 0.")
@@ -352,6 +358,7 @@ def plan_model(
         why=plan.why,
         arithmetic=arithmetic,
         row_bytes=row_bytes,
+        described=memory.backend == DESCRIBED,
     )
 
 

@@ -14,10 +14,10 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import format_bytes, slots_for_budget, smallest_budget
 from mlx_moeflux.measure.plan import (
     MEMORY_GBPS,
-    MEMORY_SHARE,
     SSD_GBPS,
     SYNC_SECONDS,
     Sizes,
+    described_memory,
     span,
     typical_hit_rate,
 )
@@ -116,7 +116,8 @@ def plan_machines(
     ssd_gbps: float = SSD_GBPS,
     memory_gbps: float = MEMORY_GBPS,
 ) -> MachinesPlan:
-    """Plan a model on machines with `memories` bytes, of which :data:`MEMORY_SHARE` is usable.
+    """Plan a model on machines with `memories` bytes, see
+    :func:`~mlx_moeflux.measure.plan.described_memory`.
 
     Each runs the trunk and keeps a state, and holds experts in proportion to what is left. Layers
     wait for the machine with most work: of its experts that a token needs, reads and products, and
@@ -131,7 +132,8 @@ def plan_machines(
             raise InputError(f"{what} is {number}; it must be greater than 0.")
     if not (link.bytes_per_second > 0 and link.latency >= 0):
         raise InputError("the link must have bytes per second; give one such as 2.5GB/s.")
-    left = [int(MEMORY_SHARE * m) - sizes.trunk_bytes - sizes.state_bytes for m in memories]
+    usable = [described_memory(m).usable_bytes for m in memories]
+    left = [nbytes - sizes.trunk_bytes - sizes.state_bytes for nbytes in usable]
     counts = shares(sizes.num_experts, len(memories), [max(1, rest) for rest in left])
     machines = []
     for memory, rest, count in zip(memories, left, counts, strict=True):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 
+import mlx.core as mx
 import pytest
 
 from mlx_moeflux.checkpoint.catalogue import FILE, KnownModel, catalogue
 from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.budget import format_bytes, make_plan, measure_memory
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure import models
 from mlx_moeflux.measure.models import KINDS, known_sizes, rank_models
-from mlx_moeflux.measure.plan import open_sizes, plan_model, span
+from mlx_moeflux.measure.plan import described_memory, open_sizes, plan_model, span
 from mlx_moeflux.measure.rates import Rates
 from mlx_moeflux.models import MODEL_TYPES
+from tests.experts.simulated_mac import GIB, MACS, show, states
 from tools.catalogue import as_entry, filled, sizes_of_layout
 
 ENTRIES = {entry["name"]: entry for entry in json.loads(FILE.read_text())["models"]}
@@ -113,6 +116,7 @@ def test_the_table_fits_a_terminal(memory, capsys):
     assert ("budget:" in "".join(lines)) == (memory != "2GB")
     assert ("launches" in "".join(lines)) == (memory == "64GB")
     assert lines[0].endswith(f"usable (0.65 of {memory})")
+    assert ("with nothing else open." in lines) == (memory != "2GB")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,7 @@ def test_numbers_for_programs(capsys):
     assert main(["models", "--memory", "16GB", "--json", *FLAGS]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["memory_bytes"] == 16e9
+    assert found["machine"]["described"] is True
     assert found["machine"]["ssd_source"] == "given"
     by_name = {model["name"]: model for model in found["models"]}
     flash = by_name["flash-next"]
@@ -136,6 +141,67 @@ def test_numbers_for_programs(capsys):
     assert flash["expert_bytes"] == 48 * 512 * 3 * 640 * 2560 * 5 // 8
     slow, fast = flash["expected_tokens_per_second"]
     assert 0 < slow < fast
+
+
+@pytest.fixture(params=MACS)
+def mac(request, monkeypatch):
+    """Return a function that makes a Mac of some GiB whose memory is in a state."""
+    gib = request.param
+    working_set = gib * GIB * 2 // 3 if gib <= 32 else gib * GIB * 3 // 4
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    info = {"max_recommended_working_set_size": working_set}
+    monkeypatch.setattr(mx, "device_info", lambda device=None: info)
+
+    def become(state):
+        show(monkeypatch, states(gib)[state].vm_stat())
+        return gib
+
+    return become
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "file-heavy"])
+def test_models_and_plan_say_what_loading_decides(mac, state, capsys):
+    mac(state)
+    assert main(["models", "--json", *FLAGS]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["described"] is False
+    memory = measure_memory()
+    assert found["machine"]["memory_bytes"] == memory.free_bytes
+    for one in found["models"]:
+        sizes = known_sizes(catalogue()[one["name"]])
+        plan = make_plan(
+            "auto",
+            sizes.blocks,
+            num_experts=sizes.num_experts,
+            experts_per_token=sizes.experts_per_token,
+            trunk_bytes=sizes.trunk_bytes,
+            kv_bytes=sizes.state_bytes,
+            row_bytes=64_000_000 if sizes.table_rows else 0,
+            memory=memory,
+        )
+        assert one["budget_bytes"] == pytest.approx(plan.budget_bytes, abs=0.01 * 64e6)
+        assert plan.resident == (one["kind"] == "resident") or one["kind"] == "too large"
+    assert main(["plan", str(BUNDLED_MODEL), *FLAGS]) == 0
+    free, usable = format_bytes(memory.free_bytes), format_bytes(memory.usable_bytes)
+    assert f"\nmemory   {free} available now, of which {usable} usable\n" in capsys.readouterr().out
+    assert main(["models", *FLAGS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"memory {usable} usable ({memory.what})"
+    runs = any(one["kind"] != "too large" for one in found["models"])
+    assert ("with what is available now." in lines) == runs
+
+
+def test_a_described_mac_is_an_idle_one(mac):
+    """Of the experts' and everything else's memory, an eighth more or less."""
+    gib = mac("idle")
+    measured, described = measure_memory(), described_memory(f"{gib}GB")
+    ratio = described.usable_bytes / measured.usable_bytes
+    assert ratio == pytest.approx(1, abs=1 / 8)
+    assert described.what == f"0.65 of {gib}GB"
+    text = str(plan_model("it", known_sizes(catalogue()["qwen3.6"]), memory=f"{gib}GB"))
+    assert f"{gib} GB, of which " in text
+    assert "usable with nothing else open\n" in text
 
 
 def test_what_is_unknown_is_a_question_mark(monkeypatch, capsys):
