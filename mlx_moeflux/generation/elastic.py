@@ -23,9 +23,10 @@ STEPS = 4
 # How long memory must not have been scarce before a step back, and bytes that must be left after
 # it, for files that are read and for programs that grow meanwhile.
 CALM_SECONDS, ROOM_BYTES = 10.0, 512 << 20
-# A step back after which memory is scarce within so long may be the cause: the next one like it
-# waits twice as long, up to ten minutes, unless ROOM_BYTES more are available than before it.
-SETTLE_SECONDS, LONGEST_WAIT = 60.0, 600.0
+# A step back after which memory is scarce within so long may be the cause. The next one like it
+# waits, and four times as long each time, unless ROOM_BYTES more are available than before it. The
+# first wait is short, because the shortage may have come by chance.
+SETTLE_SECONDS, FIRST_WAIT, LONGEST_WAIT = 60.0, 20.0, 600.0
 # From a look to the next while nothing is scarce, on macOS: vm_stat is a process, 1 to 5 ms.
 CALM_LOOK_SECONDS = 2.0
 
@@ -92,8 +93,8 @@ class ElasticBanks:
         if now - then >= SETTLE_SECONDS:
             self._failed = {}
             return
-        wait, _ = self._failed.get(steps, (CALM_SECONDS, 0))
-        self._failed[steps] = min(2 * wait, LONGEST_WAIT), available
+        wait = 4 * self._failed[steps][0] if steps in self._failed else FIRST_WAIT
+        self._failed[steps] = min(wait, LONGEST_WAIT), available
 
     def _shrink(self) -> None:
         wanted = self._after(self._steps + 1)

@@ -22,6 +22,7 @@ from mlx_moeflux.generation.elastic import (
     CALM_SECONDS,
     LONGEST_WAIT,
     ROOM_BYTES,
+    SETTLE_SECONDS,
     ElasticBanks,
     elastic_banks,
 )
@@ -117,10 +118,10 @@ def test_a_step_back_leaves_what_the_system_needs(world):
 
 
 def test_a_step_back_that_brought_shortage_waits_longer(world):
-    """20 seconds, then 40, unless more than before it can be had; other steps do not wait."""
+    """20 seconds, then 80, unless more than before it can be had; other steps do not wait."""
     assert [world.after(0.5, scarce=True) for _ in range(2)] == [18, 12]
     assert world.after(CALM_SECONDS, scarce=False) == 18
-    for wait in (2 * CALM_SECONDS, 4 * CALM_SECONDS):
+    for wait in (20, 80):
         assert world.after(0.5, scarce=True) == 12
         for _ in range(int(wait / CALM_SECONDS) - 1):
             assert world.after(CALM_SECONDS, scarce=False) == 12
@@ -129,8 +130,17 @@ def test_a_step_back_that_brought_shortage_waits_longer(world):
     assert world.after(CALM_SECONDS, scarce=False, free=8 * GB + ROOM_BYTES - 1) == 12
     assert world.after(CALM_SECONDS, free=8 * GB + ROOM_BYTES) == 18
     assert world.after(CALM_SECONDS) == 24
+
+
+def test_a_step_back_that_held_is_trusted_again(world):
+    assert [world.after(0.5, scarce=True) for _ in range(2)] == [18, 12]
+    assert world.after(CALM_SECONDS, scarce=False) == 18
+    assert world.after(0.5, scarce=True) == 12
+    assert [world.after(CALM_SECONDS, scarce=False) for _ in range(3)] == [12, 18, 24]
+    assert [world.after(0.5, scarce=True) for _ in range(2)] == [18, 12]
+    assert [world.after(CALM_SECONDS, scarce=False) for _ in range(3)] == [18, 18, 24]
     # A shortage long after is another one.
-    assert world.after(600, scarce=True) == 18
+    assert world.after(SETTLE_SECONDS, scarce=True) == 18
     assert world.after(CALM_SECONDS, scarce=False) == 24
 
 
@@ -304,9 +314,9 @@ def test_growth_that_brings_shortage_back_does_not_oscillate(whole):
 
     run(600)
     assert bank.slots <= whole
-    assert banks.grown <= 6
+    assert banks.grown <= 4
     run(3600)
-    assert banks.grown <= 6 + 3600 / LONGEST_WAIT
+    assert banks.grown <= 4 + 3600 / LONGEST_WAIT
     # The cause is gone, which nothing but the calm tells.
     pressure.scarce = lambda: False
     run(LONGEST_WAIT + 4 * CALM_SECONDS)
