@@ -36,8 +36,8 @@ MACOS_SWAPPED = {"Swapouts": 4 << 20}
 # 16 MB a second are an eighth of a Mac of 8 GB in a minute; pages compress to about a third.
 MACOS_COMPRESSED = {"Pages occupied by compressor": 16 << 20, "Compressions": 48 << 20}
 # macOS compresses pages of idle programs also to keep more files. That is no shortage where more
-# than this share of all pages can be had, or where more can be had than at the look before.
-MACOS_SHARE = 1 / 2
+# than this share of all pages can be had, or where so much more can be had each second.
+MACOS_SHARE, MACOS_RISE = 1 / 2, 16 << 20
 MACOS_PAGES = ("free", "active", "inactive", "speculative", "wired down", "occupied by compressor")
 # Looks that are closer than this, in seconds, count as so far apart.
 MACOS_LOOK = 0.5
@@ -152,16 +152,17 @@ class MacPressure:
             known = limits.keys() & before.keys() & found.keys()
             return any(found[n] - before[n] >= limits[n] * seconds for n in known)
 
-        left = sum(_parts(found).values())
+        left, last = sum(_parts(found).values()), sum(_parts(before).values())
         pages = sum(found.get(f"Pages {name}", 0) for name in MACOS_PAGES)
-        little = left < MACOS_SHARE * pages and left <= sum(_parts(before).values())
+        little = left < MACOS_SHARE * pages and left - last < MACOS_RISE * seconds
         return grew(MACOS_SWAPPED) or (little and grew(MACOS_COMPRESSED))
 
 
 def open_pressure() -> MemoryPressure | None:
     """Return what tells of this system's memory pressure; None: nothing does."""
     if sys.platform == "darwin":
-        return MacPressure() if sysctl(MACOS_LEVEL) is not None or _counters() else None
+        known = sysctl(MACOS_LEVEL) is not None or _tell(_counters())
+        return MacPressure() if known else None
     of_group = (folder / "memory.pressure" for folder in _folders(VERSIONS[0]))
     own = next((file for file in of_group if _text(file)), None)
     files = [file for file in (PRESSURE, own) if file is not None and _text(file)]
@@ -173,16 +174,17 @@ def pressure_gap() -> str | None:
     all."""
     if sys.platform != "darwin":
         return None
-    level, counters = sysctl(MACOS_LEVEL) is not None, bool(_parts(_counters()))
-    if level and counters:
-        return None
-    if not (level or counters):
+    level, counters = sysctl(MACOS_LEVEL) is not None, _counters()
+    if not (level or _tell(counters)):
         return f"neither vm_stat nor sysctl {MACOS_LEVEL} answers: experts keep their memory"
-    if counters:
+    if not level:
         return f"sysctl {MACOS_LEVEL} does not answer: vm_stat alone says when memory is scarce"
+    if _tell(counters):
+        return None
+    all_counts = "" if _parts(counters) else ", and all memory counts as available"
     return (
-        f"vm_stat gives no counters: sysctl {MACOS_LEVEL} alone says when memory is scarce, and "
-        "experts grow back without knowing how much is free"
+        f"vm_stat gives too few counters: sysctl {MACOS_LEVEL} alone says when memory is "
+        f"scarce{all_counts}"
     )
 
 
@@ -254,6 +256,12 @@ def _parts(counters: Mapping[str, int]) -> dict[str, int]:
         return {}
     free += counters.get("Pages speculative", 0)
     return {"free": free, "inactive": inactive, "purgeable": purgeable or 0}
+
+
+def _tell(counters: Mapping[str, int]) -> bool:
+    """Return True if the counters say what can be had, and what is compressed or swapped."""
+    growing = {*MACOS_SWAPPED, *MACOS_COMPRESSED}
+    return bool(_parts(counters)) and not growing.isdisjoint(counters)
 
 
 def _counters() -> dict[str, int]:

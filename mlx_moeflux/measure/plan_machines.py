@@ -98,6 +98,9 @@ class MachinesPlan:
                     f"{one.slots} slots ({100 * one.share:.0f} %){fits}",
                 )
             )
+        if not all(one.share == 1 for one in self.machines):
+            all_left = "all that trunk and state leave with nothing else open"
+            rows.append(("slots", f"{all_left}; --expert-memory auto takes half of it"))
         speed = f"{span(self.slow, self.fast)} tokens per second, estimated:"
         rows += [("speed", speed), *(("", line) for line in self.arithmetic)]
         if self.alone is not None:

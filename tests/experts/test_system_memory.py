@@ -192,7 +192,9 @@ def test_the_level_of_macos_alone(monkeypatch, level, scarce):
     show(monkeypatch, None, level)
     assert (open_pressure() is None) == (level is None)
     assert MacPressure().scarce() == scarce
-    assert pressure_gap().startswith("neither" if level is None else "vm_stat gives no counters")
+    assert pressure_gap().startswith(
+        "neither" if level is None else "vm_stat gives too few counters"
+    )
 
 
 SMALL = Pages(16 * GB, 3 * GB, 4 * GB, 3 * GB, 0.5 * GB, 1.2 * GB, 0.1 * GB, 0, 4 * GB)
@@ -235,6 +237,7 @@ def test_a_large_compressor_that_stays_is_calm(monkeypatch):
     "growth",
     [
         {"compressor": 4.05 * GB, "file_inactive": 1.15 * GB},
+        {"compressor": 4.03 * GB, "anonymous_active": 3.968 * GB},
         {"compressed": 60e6},  # and as much decompressed: nothing else moves
         {"swapped": 5e6},
     ],
@@ -274,10 +277,18 @@ def test_what_macos_does_not_tell_is_said(monkeypatch):
     assert not open_pressure().scarce()
     for answer in (None, "", "Pages free: many.\n", text.replace("page size of", "pages of")):
         show(monkeypatch, answer)
-        assert pressure_gap().startswith("vm_stat gives no counters: sysctl ")
+        assert pressure_gap().startswith("vm_stat gives too few counters: sysctl ")
+        assert pressure_gap().endswith(" is scarce, and all memory counts as available")
         assert not open_pressure().scarce()
         found, parts = available_memory()
         assert parts == {"assumed, because vm_stat gives no counters": found}
+    blind = "\n".join(
+        row for row in text.splitlines() if "ompress" not in row and "Swap" not in row
+    )
+    show(monkeypatch, blind)
+    assert pressure_gap().endswith(" alone says when memory is scarce")
+    show(monkeypatch, blind, None)
+    assert open_pressure() is None
     monkeypatch.setattr(sys, "platform", "linux")
     assert pressure_gap() is None
 

@@ -54,6 +54,7 @@ def test_a_token_by_hand():
     assert plan.fast > plan.slow
     text = str(plan)
     assert "rank 0   3.62 GB: 25 experts a layer, 12 slots (48 %)" in text
+    assert "\nslots    all that trunk and state leave with nothing else open; " in text
     assert "exchange 22.2 ms: 10 x 16 kB at 1 GB/s and 1 ms a message" in text
 
 
@@ -81,6 +82,7 @@ def test_experts_that_all_fit_take_no_turn_of_the_host():
     exchange = 10 * LINK.seconds(4 * 4 * 1000, 2) + LINK.seconds(4, 2)
     assert plan.fast == pytest.approx(1 / (compute + exchange))
     assert plan.slow == pytest.approx(1 / (2 * compute + exchange))
+    assert "\nslots" not in str(plan)
 
 
 def test_one_machine_may_be_better():
