@@ -19,7 +19,7 @@ from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError, MoefluxError
-from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.linear.weight import Weight, multiplied
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.rows import together
@@ -492,7 +492,8 @@ class DecoderModel(StreamingModel):
         tied = self.config.tie_word_embeddings
         weights = weights_of(self.model.embed_tokens if tied else self.lm_head)
         if tied and isinstance(weights[0], Applied):
-            return [Applied(self.model.embed_tokens.as_linear)]
+            head = self.model.embed_tokens.as_linear
+            return [Applied(partial(multiplied, head, out=self.config.vocab_size))]
         return weights
 
     @staticmethod

@@ -17,7 +17,7 @@ from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
-from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.linear.weight import Weight, multiplied
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
@@ -292,7 +292,12 @@ class ScaledLinear(QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         known = settings(_spec(self.bits, self.group_size, self.mode))
-        out = mx.quantized_matmul(wide(x), self["weight"], self["scales"], transpose=True, **known)
+        weight, scales = self["weight"], self["scales"]
+
+        def product(rows: mx.array) -> mx.array:
+            return mx.quantized_matmul(rows, weight, scales, transpose=True, **known)
+
+        out = multiplied(product, wide(x), weight.shape[0])
         out = scaled(out, self["global_scale"], x.dtype)
         return out + self["bias"] if "bias" in self else out
 
@@ -367,8 +372,15 @@ def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applie
             spec = _spec(each.bits, each.group_size, each.mode)
             weights.append(Weight(each["weight"], each["scales"], each.get("biases"), spec))
         else:
-            weights.append(Applied(each))
+            weights.append(_applied(each))
     return weights
+
+
+def _applied(linear: nn.Module) -> Applied:
+    base = linear.get("linear", linear)  # of an adapter
+    known = isinstance(base, nn.Module) and "weight" in base
+    out = base["weight"].shape[0] if known else 0
+    return Applied(functools.partial(multiplied, linear, out=out))
 
 
 _spec, _of_mode = functools.cache(QuantSpec), functools.cache(QuantSpec.of_mode)

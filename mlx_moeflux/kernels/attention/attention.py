@@ -43,6 +43,7 @@ from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, backend
+from mlx_moeflux.kernels.runtime.pieces import pieces
 
 
 class Call(NamedTuple):
@@ -52,7 +53,8 @@ class Call(NamedTuple):
     the first columns of the keys. q_heads: Queries have the layout of a projection's result,
     ``[B, T, q_heads, q[3] + rotary]``, and `q` is the shape of those in use; 0: `q` is their
     layout. chosen: How many blocks of `page` keys the queries see at most, the last of them not
-    whole; 0: all keys. apart: Each token has the bits of a call by itself.
+    whole; 0: all keys. apart: Each token has the bits of a call by itself. tokens: Of the whole
+    call if these queries are a piece of one; else 0.
     """
 
     name: str
@@ -70,10 +72,13 @@ class Call(NamedTuple):
     sinks: bool = False
     chosen: int = 0
     apart: bool = False
+    tokens: int = 0
 
-    def of_one_token(self) -> Call:
-        """Return the call of one of the tokens that are apart; else itself."""
-        return self._replace(q=(*self.q[:2], 1, self.q[3])) if self.apart else self
+    def laid_out(self) -> Call:
+        """Return the call whose tiles this one takes: of one of the tokens that are apart, or the
+        whole call of a piece; else itself."""
+        tokens = 1 if self.apart else self.tokens
+        return self._replace(q=(*self.q[:2], tokens, self.q[3])) if tokens else self
 
 
 def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
@@ -85,7 +90,7 @@ def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
             raise ShapeError(
                 f"{call.name}: the tail of {name} is {x.shape}, that of {call.k} cannot be."
             )
-    if call.of_one_token().q[2] != 1:
+    if call.laid_out().q[2] != 1:
         raise ShapeError(f"{call.name}: with a tail one token is asked at a time, not {call.q[2]}.")
 
 
@@ -160,11 +165,31 @@ def causal_sdpa(
     if start is not None or isinstance(length, mx.array):
         mask = _visible(q, k, causal=mask == "causal", length=length, start=start)
     sinks = None if sinks is None else sinks.astype(q.dtype)
-    y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    parts = pieces(q.shape[2], _operations(q.shape, k.shape[2], q.shape[3] + v.shape[3]))
+    if len(parts) == 1:
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    else:
+        y = mx.concatenate([_piece(q, k, v, part, scale, mask, sinks) for part in parts], axis=2)
     if gate is None:
         return y
     gate = gate[..., gate.shape[-1] - v.shape[-1] :]
     return y * mx.sigmoid(gate.swapaxes(1, 2))
+
+
+def _operations(q: tuple[int, ...], keys: int, width: int) -> int:
+    """Return those of a token. width: Of keys and values together."""
+    return 2 * q[0] * q[1] * keys * width
+
+
+def _piece(q, k, v, part: slice, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """Stock attention of some of the queries."""
+    if isinstance(mask, mx.array):
+        mask = mask[..., part, :]
+    elif mask is not None:
+        seen = k.shape[2] - q.shape[2] + part.stop
+        k, v = k[:, :, :seen], v[:, :, :seen]
+    q = q[:, :, part]
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
@@ -333,6 +358,20 @@ def run(
     if scale <= 0.0:
         raise ShapeError(f"{call.name}: scale is {scale}; it must be positive.")
     plan = plan_of(backend().name, call)
+    parts = [] if call.tokens else _pieces(call, plan, length)
+    if len(parts) > 1:
+        T, outputs, last = call.q[2], [], call.k[2] if length is None else length
+        for part in parts:
+            own = q[:, part] if call.q_heads else q[:, :, part]
+            piece = (*call.q[:2], part.stop - part.start, call.q[3])
+            y = run(
+                call._replace(q=piece, tokens=T), own, k, v, scale=scale, start=start, sinks=sinks,
+                length=last - (T - part.stop) if call.causal else last,
+                rotary=rotary and (rotary[0][:, :, part], rotary[1]),
+                gate=None if gate is None else gate[:, part], first_head=first_head,
+            )  # fmt: skip
+            outputs.append(y.swapaxes(1, 2))
+        return mx.concatenate(outputs, axis=1).swapaxes(1, 2)
     numbers = filled(scale)
     if call.q_heads:
         numbers = filled(scale, first_head)
@@ -357,6 +396,18 @@ def run(
     return y.swapaxes(1, 2)
 
 
+def _pieces(call: Call, plan: Plan, length: int | mx.array | None) -> list[slice]:
+    """Return the tokens of each launch, see :mod:`~mlx_moeflux.kernels.runtime.pieces`. A block of
+    rows shares its keys out among parts, so a piece has whole blocks unless there is one part."""
+    T, keys = call.q[2], length if isinstance(length, int) else call.k[2]
+    unit = None
+    if call.rotary and not call.expanded:
+        # A block has rows of several heads, and no piece has whole blocks.
+        unit = T if plan.join is not None else 1
+    width = call.q[3] + call.rotary + call.v[3]
+    return pieces(T, _operations(call.q, keys, width), unit)
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_of(backend_name: str, call: Call) -> Plan:
     """Checks shapes and lays a launch out, once for each."""
@@ -370,7 +421,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     )
     if token is not None and not call.expanded:
         return Plan(latent_token.KERNEL, token, join_options(call, Hq, 0))
-    one = call.of_one_token()
+    one = call.laid_out()
     name, tile = _tile(backend_name, one, limit)
     if tile is None:
         raise ShapeError(

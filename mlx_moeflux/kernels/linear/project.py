@@ -49,10 +49,10 @@ class Dense:
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., last - first]``."""
         step = max(1, self.most // (x.shape[-1] * x.itemsize * ROWS_AT_ONCE)) * ROWS_AT_ONCE
-        parts = [
-            x @ self.stored.rows(start, min(start + step, self.last)).dense(x.dtype).T
-            for start in range(self.first, self.last, step)
-        ]
+        parts = []
+        for start in range(self.first, self.last, step):
+            rows = self.stored.rows(start, min(start + step, self.last))
+            parts.append(Weight(rows.dense(x.dtype)).matmul(x))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -12,6 +13,18 @@ from mlx_moeflux.kernels.linear.blocks import multiply_blocks
 from mlx_moeflux.kernels.linear.dequantise import made_dense
 from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.kernels.runtime.launcher import on_nvidia
+from mlx_moeflux.kernels.runtime.pieces import pieces
+
+
+def multiplied(function: Callable[[mx.array], mx.array], x: mx.array, out: int) -> mx.array:
+    """Return ``function(x)`` ``[..., out]``, the product of rows x ``[..., in]`` with a matrix
+    ``[out, in]``, in pieces."""
+    width = x.shape[-1]
+    parts = pieces(x.size // width, 2 * width * out)
+    if len(parts) == 1:
+        return function(x)
+    rows = x.reshape(-1, width)
+    return mx.concatenate([function(rows[part]) for part in parts]).reshape(*x.shape[:-1], out)
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,9 @@ class Weight:
 
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., out]``."""
+        return multiplied(self._product, x, sum(self.results))
+
+    def _product(self, x: mx.array) -> mx.array:
         x = x.astype(mx.float32) if self.precise else x
         if self.spec is None:
             return x @ self.weight.T

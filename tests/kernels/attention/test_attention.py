@@ -17,7 +17,18 @@ from mlx_moeflux.kernels.mla.latent import (
     latent_attention_fused,
     latent_prefill_expanded,
 )
-from tests.kernels.harness import Case, emulated, error, float64, one_rounding, patched, require_gpu
+from mlx_moeflux.kernels.runtime import pieces
+from tests.kernels.harness import (
+    Case,
+    emulated,
+    error,
+    float64,
+    launched,
+    one_rounding,
+    patched,
+    require_gpu,
+)
+from tests.kernels.metal.emulator import Emulator
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 
@@ -357,6 +368,56 @@ def test_sdpa(shape, tiles, monkeypatch):
         off = error(sdpa_fused(*call.arrays, **call.options), call.truth)
     attention.plan_of.cache_clear()
     assert off <= call.limit
+
+
+# The last piece is no multiple of anything. Of some calls each block of rows has parts of the keys.
+IN_PIECES = {
+    "256, gated": Attended(BF16, 1, 4, 2, 111, 150, 256, 256, 131, gate=2),
+    "all visible": Attended(F16, 2, 6, 2, 133, 140, 64, 32, 139, causal=False, gate=1),
+    "padded left": Attended(F32, 2, 2, 1, 97, 300, 64, 64, [293, 289], start=[50, 0]),
+    "sinks": Attended(BF16, 1, 4, 2, 101, 110, 64, 64, 107, sinks=F32),
+    "parts of 256": Attended(F32, 1, 2, 1, 99, 300, 256, 256, 299),
+    "one part, 64": Attended(F16, 20, 8, 2, 99, 105, 64, 64, 99),
+}
+
+
+def whole_and_cut(call):
+    """The result of a call and its launches, as a whole and in the smallest pieces."""
+    results = []
+    for most in (pieces.MOST_OPERATIONS, 1):
+        cut = patched(pieces, attention.plan_of, MOST_OPERATIONS=most)
+        with emulated(schedules=Emulator.FIRST), cut, launched() as names:
+            results += [call(), names]
+            mx.eval(results)
+    return results
+
+
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_pieces_have_the_bits_of_the_whole_call(name):
+    call = IN_PIECES[name]
+    whole, once, cut, often = whole_and_cut(lambda: sdpa_fused(*call.arrays, **call.options))
+    assert often == 2 * once
+    assert mx.array_equal(cut, whole)
+
+
+@pytest.mark.parametrize("kind", ["heads", "heads, two tiles", "latents"])
+def test_pieces_of_latent_attention_have_the_bits_of_the_whole_call(kind):
+    if kind == "latents":
+        case = latent("pieces", BF16, 2, 16, 67, 90, 64, 32, 81)
+    elif kind == "heads":
+        case = rotary("pieces", F16, 1, 3, 97, 150, 64, 32, 96, 131, start=[7], growing=True)
+    else:
+        case = rotary("pieces", BF16, 1, 2, 97, 150, 128, 64, 128, 149)
+    whole, once, cut, often = whole_and_cut(lambda: case.call()[0])
+    assert often == (67 if kind == "latents" else 2) * once
+    assert mx.array_equal(cut, whole)
+
+
+def test_latents_in_parts_of_keys_stay_whole():
+    """Blocks of rows of all heads would share the keys out otherwise."""
+    case = latent("parts", BF16, 2, 4, 27, 150, 64, 32, 131)
+    _, once, _, often = whole_and_cut(lambda: case.call()[0])
+    assert once == often == ["attend_shared_parts", "attend_combine"]
 
 
 def test_rows_ask_for_the_memory_of_their_arrays():
