@@ -20,7 +20,7 @@ from mlx_moeflux.experts.system_memory import (
     sysctl,
     whole_memory,
 )
-from tests.experts.simulated_mac import GB, MACS, Pages, show, states
+from tests.experts.simulated_mac import GB, MACS, Pages, days, show, states
 
 MEMINFO = "MemTotal: 8000 kB\nMemFree: 1 kB\nMemAvailable:    5000 kB\n"
 STAT = "anon 77\ninactive_file 30000\nactive_file 4000\ntotal_inactive_file 8\n"
@@ -161,6 +161,13 @@ def test_what_a_mac_leaves_is_what_the_table_of_pages_leaves(monkeypatch, gib, s
     assert abs(found / pages.to_be_had - 1) < 0.1
     assert found - pages.to_be_had < 300e6
     assert parts["assumed to be code of running programs"] < 0
+
+
+@pytest.mark.parametrize("name", days())
+def test_what_macs_in_daily_use_leave(monkeypatch, name):
+    pages = days()[name]
+    show(monkeypatch, pages.vm_stat())
+    assert -0.1 < available_memory()[0] / pages.to_be_had - 1 <= 0
 
 
 def test_files_count_whether_they_were_read_once_or_twice(monkeypatch):
