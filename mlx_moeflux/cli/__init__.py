@@ -221,6 +221,9 @@ def _guarded(action: Callable[[], int]) -> int:
     except BaseException as error:  # noqa: BLE001
         status = signals.status() or _report(error)
     finally:
+        if signals.status() == signals.HUNG_UP:
+            # Whoever reads the log did not send it.
+            say("error", "SIGHUP ended the command: its terminal or session was closed.")
         _discard_unwritable()
     return (signals.status() or status) if status else 0
 

@@ -139,7 +139,8 @@ def _follow(args: argparse.Namespace, path: Any) -> int:
     """Serve as another rank than 0."""
     from mlx_moeflux.server.following import follow
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
+    for sent_to_all in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sent_to_all, signal.SIG_IGN)  # rank 0 says when it ends
     with _prompt_cache(args) as states:
         model, _ = _load(args, path)
         with model, states:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as exceptions that unwind a command, and their exit status."""
+"""Ctrl-C, SIGTERM and SIGHUP as exceptions that unwind a command, and their exit status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from types import FrameType
 from typing import Any
 
 AGAIN_SECONDS = 0.02
+HUNG_UP = 128 + signal.SIGHUP
 _received: list[int] = []
 _held = False
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM. A second one ends the process without unwinding."""
+    """SIGTERM, a second of which ends the process without unwinding; or SIGHUP, which is sent when
+    a terminal or an ssh session is closed."""
 
 
 def status() -> int | None:
@@ -29,7 +31,7 @@ def status() -> int | None:
 
 
 def handled(interrupt: KeyboardInterrupt) -> None:
-    """Forget a Ctrl-C that the command has answered; SIGTERM is raised again."""
+    """Forget a Ctrl-C that the command has answered; another signal is raised again."""
     if isinstance(interrupt, Terminated):
         raise interrupt
     _received.clear()
@@ -37,16 +39,20 @@ def handled(interrupt: KeyboardInterrupt) -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGINT and Terminated at SIGTERM inside the block.
+    """Raise KeyboardInterrupt at SIGINT, and Terminated at SIGTERM and SIGHUP, inside the block.
 
     Does nothing outside the main thread, and leaves signals alone that somebody else handles or
-    that are ignored.
+    that are ignored, as SIGHUP is under ``nohup``.
     """
     _received.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    plain: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
     taken = [number for number, handler in plain.items() if signal.getsignal(number) == handler]
     hook = sys.unraisablehook
     sys.unraisablehook = _again_or(hook)
@@ -76,6 +82,8 @@ def held() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGHUP and _received:
+        return  # the shell and the system both send it, and some send it behind SIGTERM
     _received.append(number)
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
@@ -84,7 +92,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int) -> KeyboardInterrupt:
-    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 
 def _again_or(hook: Any) -> Any:
@@ -95,7 +103,8 @@ def _again_or(hook: Any) -> Any:
         if not issubclass(dropped.exc_type, KeyboardInterrupt):
             hook(dropped)
             return
-        number = signal.SIGTERM if dropped.exc_type is Terminated else signal.SIGINT
+        # Forgotten: a SIGHUP behind another signal is ignored.
+        number = _received.pop() if _received else signal.SIGINT
         again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()

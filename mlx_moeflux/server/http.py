@@ -89,7 +89,9 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handled = (signal.SIGINT, signal.SIGTERM)
+        handled = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+            handled.append(signal.SIGHUP)
         before = {one: signal.signal(one, self.handle_exit) for one in handled}
         try:
             yield
@@ -98,7 +100,8 @@ class Server(uvicorn.Server):
                 signal.signal(one, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        # The shell and the system both send SIGHUP when a terminal is closed.
+        if self.should_exit and sig != signal.SIGHUP:
             self.force_exit = True
         self.should_exit = True
         self._app.service.draining = True

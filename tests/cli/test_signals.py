@@ -1,11 +1,13 @@
-"""Ctrl-C and SIGTERM at any moment: 130 and 143, nothing torn, and the next run works.
+"""Ctrl-C, SIGTERM and SIGHUP at any moment: 130, 143, 129, nothing torn, the next run works.
 
 Oracle: what an uninterrupted run writes.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -28,6 +30,13 @@ PROMPT = "def f(x):\n    return x\n" * 12
 CODE = (
     "import sys\nfrom mlx_moeflux.cli import main\nprint('go', flush=True)\n"
     "sys.exit(main(sys.argv[1:]))"
+)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HUNG_UP = "error: SIGHUP ended the command: its terminal or session was closed.\n"
+# The process has a terminal, whose end it hears of.
+LEADING = (
+    "import fcntl, os, sys, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "from mlx_moeflux.cli import main\nsys.exit(main(sys.argv[1:]))"
 )
 COMMANDS = {
     "load": ["generate", "--max-tokens", "1"],
@@ -106,7 +115,11 @@ def check_next_start(folder: Path, loaded, converted) -> None:
 
 @pytest.mark.parametrize(
     ("command", "number", "share"),
-    [("convert", signal.SIGINT, 0.9), ("load", signal.SIGTERM, 0.5)],
+    [
+        ("convert", signal.SIGINT, 0.9),
+        ("load", signal.SIGTERM, 0.5),
+        ("convert", signal.SIGHUP, 0.9),
+    ],
 )
 def test_a_signal(tmp_path, loaded, converted, command, number, share):
     run(command, tmp_path, number, share)
@@ -114,7 +127,7 @@ def test_a_signal(tmp_path, loaded, converted, command, number, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_50_signals_at_random_moments(tmp_path, loaded, converted, command, number):
     """Of four commands: 200 of each signal."""
@@ -139,7 +152,7 @@ def wait() -> int:
     return 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_status_is_that_of_the_signal_whatever_becomes_of_the_exception(number, capsys):
     def converting() -> int:
         try:
@@ -150,12 +163,12 @@ def test_the_status_is_that_of_the_signal_whatever_becomes_of_the_exception(numb
 
     before = signal.getsignal(number)
     assert _guarded(converting) == 128 + number
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", HUNG_UP if number == signal.SIGHUP else "")
     assert signal.getsignal(number) == before
     assert _guarded(lambda: 0) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_import_of_mlx_is_not_interrupted(number):
     """An exception within ends the process by SIGABRT."""
     imported = []
@@ -171,10 +184,11 @@ def test_the_import_of_mlx_is_not_interrupted(number):
     assert imported == ["all of it"]
 
 
-def test_an_interrupt_that_python_drops_comes_again():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupt_that_python_drops_comes_again(number):
     class Held:
         def __del__(self):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     def dropping() -> int:
         held = Held()
@@ -182,11 +196,12 @@ def test_an_interrupt_that_python_drops_comes_again():
         return wait()
 
     began = time.monotonic()
-    assert _guarded(dropping) == 130
+    assert _guarded(dropping) == 128 + number
     assert time.monotonic() - began < 8
 
 
-def test_a_handled_interrupt_is_forgotten_and_sigterm_is_not():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_handled_interrupt_is_forgotten_and_others_are_not(number):
     def answering() -> int:
         try:
             signal.raise_signal(signal.SIGINT)
@@ -197,21 +212,62 @@ def test_a_handled_interrupt_is_forgotten_and_sigterm_is_not():
     def both() -> int:
         answering()
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         except KeyboardInterrupt as interrupt:
             signals.handled(interrupt)
         return 0
 
     assert _guarded(answering) == 3
-    assert _guarded(both) == 143
+    assert _guarded(both) == 128 + number
 
 
-def test_a_signal_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_ignored_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        assert _guarded(lambda: signal.raise_signal(signal.SIGINT) or 0) == 0
+        assert _guarded(lambda: signal.raise_signal(number) or 0) == 0
+        assert signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_a_hangup_behind_another_signal_does_not_disturb_the_end(first):
+    """A shell that ends sends one to its jobs, the system another; a session's end sends it behind
+    SIGTERM."""
+    ended = []
+
+    def ending() -> int:
+        try:
+            signal.raise_signal(first)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            ended.append("whole")
+        return 0
+
+    assert _guarded(ending) == 128 + first
+    assert ended == ["whole"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [(["generate", "--max-tokens", "-1"], b"def binary"), (["chat"], b">>")],
+)
+def test_the_terminal_is_closed(tmp_path, arguments, shown):
+    """Standard streams fail from then on, also for the line, which changes no status."""
+    ours, theirs = os.openpty()
+    argv = [sys.executable, "-c", LEADING, *arguments]
+    child = subprocess.Popen(
+        argv, cwd=tmp_path, start_new_session=True, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    try:
+        seen, until = b"", time.monotonic() + 60
+        while shown not in seen and select.select([ours], [], [], until - time.monotonic())[0]:
+            seen += os.read(ours, 4096)
+    finally:
+        os.close(ours)
+    assert child.wait(60) == signals.HUNG_UP, seen
 
 
 def test_parsing_can_be_interrupted(monkeypatch):

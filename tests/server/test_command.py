@@ -81,7 +81,7 @@ def test_server_is_the_same_command(capsys):
 
 
 @pytest.mark.parametrize(
-    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "sent", [signal.SIGHUP, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
     with serving("--model", talking, "--max-tokens", "60") as (process, url):
@@ -92,9 +92,13 @@ def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
             assert f"mlx_moeflux_memory_states_bytes {plan['states']}\n" in reply.read().decode()
         with post(url, {**BODY, "stream": True, "max_tokens": None}) as reply:
             assert reply.readline().startswith(b"data: ")
+            ending = ""
             process.send_signal(sent)
+            if sent == signal.SIGHUP:  # a closed terminal sends several
+                ending = next(line for line in process.stderr if " ending: " in line)
+                process.send_signal(sent)
             assert b"[DONE]" in reply.read()
-        said = process.stderr.read()
+        said = ending + process.stderr.read()
         assert process.wait(60) == 0
     assert re.fullmatch(
         r"memory \S+ \SB: trunk .*, experts .*, states .*, prompt cache .*, activations 1 GB, .*\n",
@@ -121,6 +125,20 @@ def test_two_signals_end_it_at_once(talking):
             assert process.wait(60) == 0
             reader.join(60)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_nohup_leaves_the_server_running(talking):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the child inherits it
+    try:
+        with serving("--model", talking) as (process, url):
+            process.send_signal(signal.SIGHUP)
+            with post(url, BODY) as reply:
+                assert json.load(reply)["usage"]["completion_tokens"] == 8
+            process.send_signal(signal.SIGTERM)
+            assert "ending: replies that run or wait: 0" in process.stderr.read()
+            assert process.wait(60) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
