@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux._version import __version__
+from mlx_moeflux.backend import require_mlx  # notes forks from here on
 
 if TYPE_CHECKING:
     from mlx_moeflux.cache.prompt.cache import PromptCache
@@ -45,8 +46,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from mlx_moeflux.backend import require_mlx
-
     require_mlx()
     value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     # The submodule `convert` would otherwise hide the function of the same name.

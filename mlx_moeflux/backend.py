@@ -1,4 +1,4 @@
-"""MLX's back end: availability, description, environment variables."""
+"""MLX's back end: availability, description, environment variables, and its one process."""
 
 from __future__ import annotations
 
@@ -24,6 +24,56 @@ RANK_VARIABLES = {
     # this graph.
     "NCCL_GRAPH_REGISTER": "0",
 }
+
+
+# How long a stream that runs nothing may take to say so.
+_ANSWER_SECONDS = 5.0
+_forked = _used = _lost = False
+
+
+def use_mlx() -> None:
+    """Note that this process computes with MLX. Each entrance of the package calls it.
+
+    Raises:
+        UnsupportedError: The process was forked from one that had computed. MLX's threads and
+            streams, and those of models, stayed there: what the child starts would never end.
+    """
+    global _used, _lost
+    if not _used:
+        # The parent may have computed without this package.
+        _lost = _forked and not _stream_answers()
+        _used = True
+    if _lost:
+        raise UnsupportedError(
+            "MLX was used before this process was forked, and computes in the parent alone; start "
+            'processes with multiprocessing.set_start_method("spawn"), or load in the child before '
+            "the parent loads or computes."
+        )
+
+
+def is_lost() -> bool:
+    """Return True in a process that was forked from one that had computed: threads, files and
+    pending work are the parent's."""
+    return _lost
+
+
+def _after_fork() -> None:
+    global _forked, _lost
+    _forked, _lost = "mlx.core" in sys.modules, _used
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _stream_answers() -> bool:
+    """Return True if the thread behind this thread's default stream lives."""
+    import mlx.core as mx
+
+    stream = mx.default_stream(mx.default_device())
+    waiting = threading.Thread(target=mx.synchronize, args=(stream,), daemon=True)
+    waiting.start()
+    waiting.join(_ANSWER_SECONDS)
+    return not waiting.is_alive()
 
 
 def set_device_variables(*, ranks: bool = False) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import use_mlx
 from mlx_moeflux.checkpoint.files import (
     TEMPORARY_SUFFIX,
     Progress,
@@ -90,6 +91,7 @@ def convert(
     Raises:
         InputError, CheckpointError, MemoryBudgetError (the disk has no room), ExpertFileError.
     """
+    use_mlx()
     if layout not in LAYOUTS:
         raise InputError(f"layout is {layout!r}; there are {', '.join(LAYOUTS)}.")
     if dtype is not None and dtype not in CODES:

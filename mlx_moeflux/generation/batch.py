@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import use_mlx
 from mlx_moeflux.cache import SequenceState, keep_rows, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
@@ -291,6 +292,7 @@ class BatchGenerator:
         prompt_cache: PromptCache | None = None,
         open_reply: int = OPEN_REPLY,
     ):
+        use_mlx()
         for name, number in {
             "max_tokens": max_tokens, "completion_batch_size": completion_batch_size,
             "prefill_batch_size": prefill_batch_size, "prefill_step_size": prefill_step_size,
@@ -504,6 +506,7 @@ class BatchGenerator:
         self.close()
 
     def _check_open(self) -> None:
+        use_mlx()
         if self._closed:
             raise InputError("this batch generator is closed; make another.")
 

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import use_mlx
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
@@ -87,6 +88,7 @@ def batch_generate(
     Raises:
         InputError, CacheError: As for one prompt; raised before anything is generated.
     """
+    use_mlx()
     sampler, processors = choose_sampling(sampler, logits_processors, options)
     ids = [prompt_ids(model, tokenizer, prompt) for prompt in prompts]
     stops = stop_texts(stop)

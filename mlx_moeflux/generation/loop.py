@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import use_mlx
 from mlx_moeflux.cache import keep_rows, transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
 from mlx_moeflux.checks import check_callable, check_integer
@@ -82,6 +83,7 @@ def generate_step(
             an id outside the vocabulary. ShapeError: The sampler or a processor returned another
             shape or dtype. CacheError: `prompt_cache` is no state of this model.
     """
+    use_mlx()
     if not isinstance(prompt, mx.array) or prompt.ndim != 1 or not prompt.size:
         raise InputError(f"the prompt is {describe(prompt)}; give an array of ids [T] with T > 0.")
     check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlx_moeflux.backend import is_lost
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import AUTO, format_bytes, parse_budget
 from mlx_moeflux.kernels.runtime import device
@@ -110,9 +111,11 @@ class Limits:
         try:
             yield
         finally:
-            with self._lock:
-                self._needs.remove(needs)
-                self._apply()
+            # In a forked process MLX would wait for ever, and another thread may hold the lock.
+            if not is_lost():
+                with self._lock:
+                    self._needs.remove(needs)
+                    self._apply()
 
     def _wire(self, nbytes: int) -> None:
         """Set the limit of wired memory, which must not change while work is under way."""

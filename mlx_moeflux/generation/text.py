@@ -12,6 +12,7 @@ from typing import Any, Literal, Unpack, overload
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import use_mlx
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.checks import check_callable, check_integer
 from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
@@ -101,6 +102,7 @@ def stream_generate(
             nearest known one. CacheError: The prompt exceeds the context.
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
     """
+    use_mlx()
     check_numbers(max_tokens, prefill_step_size, seed)
     checked = ["logit_bias"] + (["xtc_special_tokens"] if options.get("xtc_probability") else [])
     for name in checked:

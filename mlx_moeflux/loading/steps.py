@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.backend import set_device_variables
+from mlx_moeflux.backend import set_device_variables, use_mlx
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.quantization import Quantization
@@ -81,6 +81,7 @@ def load(
     """
     named = {"revision": revision, "tokenizer_config": tokenizer_config}
     check_arguments("load", LoadArguments, {"path_or_hub_id": path_or_hub_id, **named, **options})
+    use_mlx()
     distributed = options.get("distributed")
     _prepare_gpu(distributed)  # before ranks meet
     with reporting(distributed) as ranks:
@@ -103,6 +104,7 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
         MoefluxError: One of its kinds, in one sentence.
     """
     check_arguments("load_model", LoadModelArguments, {"path": path, **options})
+    use_mlx()
     distributed = options.get("distributed")
     _prepare_gpu(distributed)
     # Ranks meet before a model uses their GPUs.

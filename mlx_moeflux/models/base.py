@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import is_lost, use_mlx
 from mlx_moeflux.cache import ENTRIES, BaseCache, SequenceState, StateSpec, check_positions
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.cache.state.spec import DTYPE_CODES, spec_of
@@ -159,6 +160,7 @@ class StreamingModel(Module):
                 or is of another class than the module that reads it expects; or a block has other
                 experts than the store.
         """
+        use_mlx()
         if self._survey is not None and self._survey.holds():
             return
         survey = Survey(self, *([self._router] if declares_traceable(self._router) else []))
@@ -273,7 +275,9 @@ class StreamingModel(Module):
 
     @property
     def lock(self) -> threading.RLock:
-        """Lock that a generator holds for each step."""
+        """Lock that a generator holds for each step. A thread of the parent may hold it for ever
+        in a forked process, so that the property raises what ``use_mlx`` does."""
+        use_mlx()
         return self._step_lock
 
     def start_eval(self) -> None:
@@ -329,6 +333,7 @@ class StreamingModel(Module):
     def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
         """Return `entries` as one state of this model, with keys and values in ``kv_bits`` bits if
         set."""
+        use_mlx()
         return SequenceState(map(self._quantized, entries), self)
 
     def _quantized(self, entry: BaseCache) -> BaseCache:
@@ -667,7 +672,10 @@ class StreamingModel(Module):
             self.prediction.body.release()
 
     def close(self) -> None:
-        """Free the expert bank, its files and threads. A closed model cannot run."""
+        """Free the expert bank, its files and threads. A closed model cannot run. In a forked
+        process this does nothing: the threads are the parent's."""
+        if is_lost():
+            return
         if self._store is not None:
             self._store.close()
         if self.prediction is not None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.backend import is_lost
 from mlx_moeflux.cache.prompt.tree import KEY_BYTES, Node, child_key
 from mlx_moeflux.cache.state.files import Format, StateFile, open_file, to_host, write_file
 from mlx_moeflux.cache.state.spec import StateSpec, check_arrays
@@ -167,13 +168,18 @@ class PromptDirectory:
                     os.utime(self._path(root, node), ns=(at, at))
 
     def flush(self) -> None:
-        """Wait for all writes and warn of those that failed."""
+        """Wait for all writes and warn of those that failed. In a forked process the parent
+        writes."""
+        if is_lost():
+            return
         for future in list(self._pending):
             future.result()
         self._complain()
 
     def close(self) -> None:
-        """Wait for all writes and stop the writer thread."""
+        """Wait for all writes and stop the writer thread; nothing in a forked process."""
+        if is_lost():
+            return
         self._writer.shutdown(wait=True)
         self._complain()
 

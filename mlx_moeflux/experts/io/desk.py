@@ -139,7 +139,7 @@ class Desk:
         self._handle = c_void_p()
         used = memory, self._structs, self._counts, shelves
         # Before there are threads: an interrupt after they have begun must not leave them.
-        weakref.finalize(self, _close, pool.library, self._handle, used)
+        self._end = weakref.finalize(self, _close, pool.library, self._handle, os.getpid(), used)
         pool.library.desk_open(ctypes.byref(self._handle), ctypes.byref(plan))
         if not self.open:
             raise RuntimeError("the system gives no more threads or memory")
@@ -199,15 +199,16 @@ class Desk:
 
     def close(self) -> None:
         """End the threads, which waits for reads under way, and note the bases of the scores."""
-        _close(self._pool.library, self._handle, None)
+        self._end()
         for shelf, struct in zip(self.shelves.values(), self._structs, strict=True):
             shelf.base = struct.base
 
 
-def _close(library: ctypes.CDLL, handle: c_void_p, used: object) -> None:
-    """End the threads, once. used: What they use; it lives until then, also if all of it is
-    garbage."""
-    library.desk_close(ctypes.byref(handle))
+def _close(library: ctypes.CDLL, handle: c_void_p, process: int, used: object) -> None:
+    """End the threads, once. process: Whose they are; one that was forked has none to wait for.
+    used: What they use; it lives until then, also if all of it is garbage."""
+    if os.getpid() == process:
+        library.desk_close(ctypes.byref(handle))
 
 
 def _cores() -> int:

@@ -156,6 +156,12 @@ def _built() -> Path:
     return file
 
 
+def _close(library: ctypes.CDLL, handle: int, process: int) -> None:
+    """End the threads. A process that was forked from theirs has none to wait for."""
+    if os.getpid() == process:
+        library.pool_close(handle)
+
+
 class NativePool:
     """A fixed number of threads that read the blocks of one reader. They end with :meth:`close` or
     with this object. See :class:`~mlx_moeflux.experts.io.read_pool.BlockPool`.
@@ -185,7 +191,7 @@ class NativePool:
         files = [_File.of(*each) for each in known]
         self.files = (_File * len(files))(*files)
         self._places: dict[int, BlockPlaces] = {}
-        self._end = weakref.finalize(self, found.pool_close, self.handle)
+        self._end = weakref.finalize(self, _close, found, self.handle, os.getpid())
 
     @staticmethod
     def serves(reader: Reader) -> TypeGuard[FileReader]:
