@@ -33,6 +33,7 @@ RANK = {
     "kernels": 8,
     "checkpoint": 9,
     "backend": 10,
+    "awake": 11,
     "checks": 11,
     "errors": 12,
     "user_cache": 11,

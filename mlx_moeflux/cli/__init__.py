@@ -19,7 +19,8 @@ from mlx_moeflux.cli.messages import say
 from mlx_moeflux.errors import InputError, MoefluxError, UnsupportedError
 
 # Command -> purpose. Its module in this package has add_arguments(parser) and run(args), and
-# NEEDS_MLX = False if it runs without an MLX back end.
+# NEEDS_MLX = False if it runs without an MLX back end. One that needs it keeps a Mac awake until it
+# ends, or itself decides when if WAITS = True: it waits for its users.
 COMMANDS = {
     "generate": "generate text from a prompt",
     "chat": "chat with a model",
@@ -178,7 +179,7 @@ def make_parser(*chosen: str) -> Parser:
             description=_description(name),
         )
         if name in chosen:
-            command_module(name).add_arguments(command)
+            _add_arguments(command, name)
     return parser
 
 
@@ -189,13 +190,23 @@ def script() -> int:
 
     def run() -> int:
         parser = Parser(prog=program, description=_description(command))
-        command_module(command).add_arguments(parser)
+        _add_arguments(parser, command)
         return _run_command(command, parser.parse_args())
 
     return _guarded(run)
 
 
+def _add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    from mlx_moeflux.cli.common import add_sleep_argument
+
+    module = command_module(command)
+    module.add_arguments(parser)
+    if getattr(module, "NEEDS_MLX", True):
+        add_sleep_argument(parser)
+
+
 def _run_command(name: str, args: argparse.Namespace) -> int:
+    from mlx_moeflux.awake import Awake
     from mlx_moeflux.backend import require_mlx, set_device_variables
 
     module = command_module(name)
@@ -203,7 +214,9 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
         with signals.held():
             require_mlx()
     set_device_variables()
-    return module.run(args) or 0
+    own = getattr(module, "WAITS", False)
+    with Awake(allow_sleep=own or getattr(args, "allow_sleep", True)):
+        return module.run(args) or 0
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.awake import Awake
 from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.chat_frontend import Frontend, PlainFrontend, Reply
 from mlx_moeflux.cli.common import (
@@ -40,6 +41,7 @@ from mlx_moeflux.cli.messages import say
 from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 
+WAITS = True
 REFUSED = ("--adapter-path", "--max-kv-size", "--pipeline", "--trust-remote-code")
 # Command -> its argument and what it does.
 COMMANDS = {
@@ -81,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with Awake(allow_sleep=args.allow_sleep) as awake:
+        return _run(args, awake)
+
+
+def _run(args: argparse.Namespace, awake: Awake) -> int:
     import mlx.core as mx
 
     from mlx_moeflux import loading
@@ -106,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         if tokenizer.chat_template is None:
             frontend.note("the model has no chat template, so it continues your text")
         frontend.note("/help lists the commands, /quit leaves")
-        for line in _lines(frontend, model, args.idle_release, elastic):
+        for line in _lines(frontend, model, awake, args, elastic):
             while notes:
                 frontend.note(notes.pop(0))
             if not conversation.take(line):
@@ -352,14 +359,17 @@ def _cache(args: argparse.Namespace, memory_bytes: int) -> Iterator[Any]:
 
 
 def _lines(
-    frontend: Frontend, model: Any, idle_release: float | None, elastic: Any
+    frontend: Frontend, model: Any, awake: Awake, args: argparse.Namespace, elastic: Any
 ) -> Iterator[str]:
     from mlx_moeflux.generation.idle import released_when_idle
 
     while True:
+        if not args.distributed:  # a rank that sleeps is lost to the others
+            awake.rest()
         try:
-            with released_when_idle(model, idle_release, elastic):
+            with released_when_idle(model, args.idle_release, elastic):
                 line = frontend.line()
         except EOFError:
             return
+        awake.work()
         yield line

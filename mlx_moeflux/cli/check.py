@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
         return 1 if _check(dtypes[0], parts[0]) else 0
     print(f"{describe_backend()}\n", flush=True)
     pairs = itertools.product(dtypes, parts)
-    return _in_processes([("--dtype", dtype, "--operation", part) for dtype, part in pairs])
+    program = (*COMMAND, "--allow-sleep") if args.allow_sleep else COMMAND
+    commands = [("--dtype", dtype, "--operation", part) for dtype, part in pairs]
+    return _in_processes(commands, program)
 
 
 def _in_processes(commands: Sequence[Sequence[str]], program: Sequence[str] = COMMAND) -> int:

@@ -155,6 +155,12 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fixed-memory", action="store_true", help=fixed)
 
 
+def add_sleep_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option of :class:`~mlx_moeflux.awake.Awake`."""
+    asleep = "let a Mac go to sleep meanwhile"
+    parser.add_argument("--allow-sleep", action="store_true", help=asleep)
+
+
 def add_load_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add the flags of these options of :class:`~mlx_moeflux.loading.options.LoadOptions`."""
     for name in names:

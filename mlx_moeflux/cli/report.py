@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_moeflux.cli.common import add_load_arguments, add_revision_argument
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
         folder = Path(name)
         chosen = steps(folder, model, strict_config=args.strict_config)
+        if args.allow_sleep:
+            chosen = [replace(s, arguments=(*s.arguments, "--allow-sleep")) for s in chosen]
         silent = not sys.stderr.isatty()
         with tqdm(total=len(chosen), unit="step", desc="report", disable=silent) as bar:
 

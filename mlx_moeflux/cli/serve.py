@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.awake import Awake
 from mlx_moeflux.cli.common import (
     LOADING,
     PROMPT_SHARE,
@@ -33,6 +34,7 @@ from mlx_moeflux.cli.common import (
 )
 from mlx_moeflux.errors import InputError, UnsupportedError
 
+WAITS = True
 REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
 REFUSED += ("--pipeline", "--trust-remote-code")
 KEY_VARIABLE = "MOEFLUX_API_KEY"
@@ -109,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("uvicorn").setLevel("CRITICAL")  # it logs tracebacks
     if args.distributed and not leads():
         return _follow(args, path)
-    with listen(args.host, args.port) as bound, _prompt_cache(args) as states:
+    awake = Awake(allow_sleep=args.allow_sleep)
+    with listen(args.host, args.port) as bound, awake, _prompt_cache(args) as states:
         model, tokenizer = _load(args, path)
         hint_speed(model)
         with model, states:
@@ -118,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write(f"{memory}\n")
             states.memory_bytes = memory.prompt_cache
             engine_options = _for_model(engine_options, model, memory)
+            if not args.distributed:  # a rank that sleeps is lost to the others
+                engine_options = replace(engine_options, awake=awake)
             service = Service(model, tokenizer, service_options, engine_options, states, memory)
             host, port = bound.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -141,7 +146,7 @@ def _follow(args: argparse.Namespace, path: Any) -> int:
 
     for sent_to_all in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sent_to_all, signal.SIG_IGN)  # rank 0 says when it ends
-    with _prompt_cache(args) as states:
+    with Awake(allow_sleep=args.allow_sleep), _prompt_cache(args) as states:
         model, _ = _load(args, path)
         with model, states:
             states.memory_bytes = model.plan.reserved_bytes

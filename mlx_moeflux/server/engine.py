@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_moeflux.awake import Awake
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, MoefluxError
 from mlx_moeflux.experts.system_memory import MemoryPressure
@@ -96,6 +97,7 @@ class EngineOptions:
     prefill_step_size, max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`.
     idle_release: Seconds without a request after which the experts' memory is freed; None: never.
     pressure: What tells that memory is scarce, so that banks shrink; None: they do not.
+    awake: What keeps the machine awake; the engine says when it works and when it rests.
     """
 
     concurrency: int = 32
@@ -106,6 +108,7 @@ class EngineOptions:
     max_pause: float = 0.3
     idle_release: float | None = None
     pressure: MemoryPressure | None = None
+    awake: Awake = field(default_factory=Awake)
 
 
 class Engine:
@@ -259,7 +262,10 @@ class Engine:
     def _carry_out(self) -> None:
         """Carry out all commands; wait for one if there is nothing else to do."""
         if not len(self._generator) and not self._stopped:
-            self._wait_for_command()()
+            self.options.awake.rest()
+            command = self._wait_for_command()
+            self.options.awake.work()
+            command()
             self._gather()
         while not self._commands.empty():
             self._commands.get()()
