@@ -27,7 +27,7 @@ RANK_VARIABLES = {
 
 
 # How long a stream that runs nothing may take to say so.
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 2.0
 _forked = _used = _lost = False
 
 
