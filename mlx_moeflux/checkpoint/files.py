@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ def parse_json_object(
     """A JSON object with no key given twice; ``error`` names ``what`` of which file.
 
     An object ``{"__float__": "Infinity"}``, by which transformers writes what JSON has no number
-    for, becomes that float.
+    for, becomes that float, and so does one with the text of a finite float, such as "1e-6".
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -324,9 +325,10 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-# transformers' tags of the floats that JSON cannot spell.
+# transformers' tags of floats: those that JSON cannot spell, and in some files any other.
 _TAG = "__float__"
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_FLOAT = re.compile(r"-?[0-9]{1,400}(?=[.eE])(\.[0-9]{1,400})?([eE][+-]?[0-9]{1,9})?")
 
 
 def tagged(value: Any) -> Any:
@@ -343,8 +345,11 @@ def tagged(value: Any) -> Any:
 def _object(pairs: list[tuple[str, object]]) -> object:
     if len(pairs) == 1:
         key, value = pairs[0]
-        if key == _TAG and isinstance(value, str) and value in _TAGGED:
-            return _TAGGED[value]
+        if key == _TAG and isinstance(value, str):
+            if value in _TAGGED:
+                return _TAGGED[value]
+            if _FLOAT.fullmatch(value) and math.isfinite(number := float(value)):
+                return number
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

@@ -205,6 +205,22 @@ def test_tagged_floats(tmp_path):
         assert read_json_object(file) == {"x": other}
 
 
+@pytest.mark.parametrize("text", ["1e-6", "1e-06", "0.5", "-2.5E+3", "10000.0", "1e22"])
+def test_tagged_floats_that_json_could_spell(tmp_path, text):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"x": {"__float__": text}, "y": [{"__float__": text}]}))
+    assert read_json_object(file) == {"x": float(text), "y": [float(text)]}
+    for other in (f"{text} ", f"+{text}", "1e999", "0x1.8p1", "1_0.0", ".5", "5.", "٣.٥", "nan"):
+        file.write_text(json.dumps({"x": {"__float__": other}}))
+        assert read_json_object(file) == {"x": {"__float__": other}}
+    model = shutil.copytree(GOLDEN / "qwen3_moe_top2", tmp_path / "model")
+    config = config_of("qwen3_moe_top2")
+    tagged_config = config | {"rms_norm_eps": {"__float__": repr(config["rms_norm_eps"])}}
+    (model / "config.json").write_text(json.dumps(tagged_config))
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(load_model(model)(tokens), load_model(GOLDEN / "qwen3_moe_top2")(tokens))
+
+
 def test_a_config_with_tagged_floats_is_written_as_it_was(tmp_path):
     model = shutil.copytree(GOLDEN / "qwen3_moe_top2", tmp_path / "model")
     config = config_of("qwen3_moe_top2") | {"initializer_range": {"__float__": "Infinity"}}
