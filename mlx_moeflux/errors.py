@@ -61,7 +61,14 @@ class MemoryBudgetError(MoefluxError, ValueError):
 
 
 class CacheError(MoefluxError, ValueError):
-    """A sequence's state does not fit the call: position, kind, or context limit."""
+    """A sequence's state does not fit the call: position, kind, or context limit.
+
+    tokens: Estimated number of those of a text that is much longer than the context, else 0.
+    """
+
+    def __init__(self, message: object = "", *, tokens: int = 0):
+        super().__init__(message)
+        self.tokens = tokens
 
 
 class InputError(MoefluxError, ValueError):

@@ -395,6 +395,12 @@ class BatchGenerator:
             self._drafts = sequence, drafter
             return replies
 
+    def prompt_room(self) -> int:
+        """Return the most tokens that a prompt may have: context and memory hold it with the first
+        token of its reply. Any thread."""
+        lengths = range(1, self.model.context_left() + 1)
+        return bisect_left(lengths, True, key=lambda n: not self._fit([n + 1]))
+
     def fitting(
         self, prompt_tokens: int, limit: int, *, used: int = 0, what: str = "the prompt"
     ) -> int:

@@ -114,7 +114,7 @@ def encode_bounded(
     a text of more than twice `most` has more than `most`.
 
     Raises:
-        CacheError: It has more than twice `most` tokens.
+        CacheError: It has more than twice `most` tokens; the error has an estimate of them.
     """
     count = 0
     for start in range(0, len(text) if len(text) > piece else 0, piece):
@@ -123,6 +123,7 @@ def encode_bounded(
         if count > 2 * most:
             raise CacheError(
                 f"the prompt of {len(text)} characters has more tokens than the context of {most}; "
-                "shorten it or raise max_context."
+                "shorten it or raise max_context.",
+                tokens=count * len(text) // min(start + piece, len(text)),
             )
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)

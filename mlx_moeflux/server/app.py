@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from mlx_moeflux.server.assemble import Delta
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.errors import PromptTooLong, RequestError
 from mlx_moeflux.server.fields import Fields, read_body
 from mlx_moeflux.server.guard import CLIENT_LEFT, Guard, Limits
 from mlx_moeflux.server.json_guard import check_values
@@ -48,6 +49,9 @@ LARGE = 1 << 20
 # Values of a body besides those of a text as long as the context.
 MOST_VALUES = 1 << 18
 
+STREAM_TYPE = "text/event-stream"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
 
 class Events(Interface):
     """The text of one streamed reply, as server-sent events."""
@@ -70,17 +74,22 @@ class Events(Interface):
 
 @dataclass(frozen=True)
 class Protocol:
-    """Body, reader, whole reply and streamed reply of one path, from a module of `protocols`."""
+    """Body, reader, whole reply and streamed reply of one path, from a module of `protocols`.
+
+    refused_stream: Makes the events of a stream whose prompt is too long; None: a status says it.
+    """
 
     body: type[Fields]
     read: Callable[[Any, Service], GenerationRequest]
     reply: Callable[[list[Delta], Generation, Service], dict[str, Any]]
     stream: Callable[[Generation, Service], Events]
+    refused_stream: Callable[[RequestError, GenerationRequest, Service], str] | None
 
     @classmethod
     def of(cls, module: Any) -> Protocol:
         """Return the body and the functions of a module."""
-        return cls(module.Body, module.read, module.reply, module.Stream)
+        refused = getattr(module, "refused_stream", None)
+        return cls(module.Body, module.read, module.reply, module.Stream, refused)
 
 
 PROTOCOLS = {
@@ -140,6 +149,8 @@ def make_app(service: Service, limits: Limits) -> Guard:
         if isinstance(one, Route) and one.path.startswith("/v1/"):
             routes.append(Route(f"/v1{one.path}", one.endpoint, methods=one.methods))
     routes += page_routes()
+    offered = (path for path in (*PROTOCOLS, *post, *get) if re.fullmatch(r"/v1/[\w/]*\w", path))
+    under_v1 = f"under /v1 there are {', '.join(offered)}"
     paths = {route.path for route in routes}
     answered = {route.path for route in routes if isinstance(route, Route)}
 
@@ -151,9 +162,8 @@ def make_app(service: Service, limits: Limits) -> Guard:
             query = request.url.query
             location = path.rstrip("/") + (f"?{query}" if query else "")
             return Response(status_code=307, headers={"Location": location})
-        text = f"{request.method} {request.url.path[:100]}: {error.detail}."
-        if error.status_code == 404:
-            text += " OpenAI's paths begin with /v1, and so do Anthropic's."
+        text = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        text += f"; {under_v1}." if error.status_code == 404 else "."
         response = refusal(request.url.path, RequestError(text, status=error.status_code))
         if error.status_code == 405:
             # Files are read alone and do not say so.
@@ -247,7 +257,14 @@ def _generate(
         body, service = await request.body(), bodies.service
         async with bodies.turn(body):
             asked = await bodies.read(body, protocol.body, protocol.read)
-            generation = await service.start(asked)
+            try:
+                generation = await service.start(asked)
+            except PromptTooLong as error:
+                if not asked.stream or protocol.refused_stream is None:
+                    raise
+                LOG.info("%s: refused in its stream: %s", request.url.path, error)
+                text = protocol.refused_stream(error, asked, service)
+                return Response(text, headers=STREAM_HEADERS, media_type=STREAM_TYPE)
         if generation.request.stream:
             return EventStream(generation, protocol, service, limits)
         try:
@@ -297,8 +314,8 @@ class EventStream(Response):
         self, generation: Generation, protocol: Protocol, service: Service, limits: Limits
     ):
         super().__init__(
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            media_type=STREAM_TYPE,
+            headers=STREAM_HEADERS,
         )
         del self.headers["content-length"]
         self._generation, self._protocol = generation, protocol

@@ -30,7 +30,7 @@ from mlx_moeflux.generation.sampling import (
     make_sampler,
 )
 from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, MEMORY_EXCEEDED, RequestError
+from mlx_moeflux.server.errors import PromptTooLong, RequestError
 from mlx_moeflux.server.following import LeadingGenerator
 from mlx_moeflux.server.request import Sampling
 
@@ -188,20 +188,18 @@ class Engine:
                 retry_after=1 + live // options.concurrency,
             )
 
-    def check_memory(self, prompt_tokens: int, limit: int) -> None:
-        """Refuse a prompt that can never be read.
+    @property
+    def prompt_room(self) -> int:
+        """Return the most tokens that a prompt may have in context and memory."""
+        return self._generator.prompt_room()
 
-        limit: Most tokens of the reply; a longer one than context and memory hold is shortened.
-
-        Raises:
-            RequestError: It is larger than context or memory.
-        """
-        try:
-            self._generator.fitting(prompt_tokens, limit)
-        except CacheError as error:
-            raise RequestError(str(error), code=CONTEXT_EXCEEDED) from error
-        except MemoryBudgetError as error:
-            raise RequestError(str(error), code=MEMORY_EXCEEDED) from error
+    def too_long(self, prompt_tokens: int, *, estimated: bool = False) -> PromptTooLong | None:
+        """Return the error of a prompt that can never be read, None for any other."""
+        most = self.prompt_room
+        if prompt_tokens <= most:
+            return None
+        memory = self.options.state_bytes if most < self.model.context_left() else None
+        return PromptTooLong(prompt_tokens, most, memory=memory, estimated=estimated)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue prompts of one request.

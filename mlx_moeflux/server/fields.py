@@ -32,11 +32,44 @@ NOTHING = (None, False, 0, "", [], {})
 """Values that ask for nothing, also in fields that are not known: clients send `use_beam_search`
 and `n_probs` as false and 0."""
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Samplers that are off.
+    "repeat_penalty": (1,), "rep_pen": (1,), "encoder_repetition_penalty": (1,),
+    "typical_p": (1,), "typical": (1,), "tfs_z": (1,), "tfs": (1,), "top_n_sigma": (-1,),
+    "dynatemp_exponent": (1,), "smoothing_curve": (1,), "guidance_scale": (1,), "cfg_scale": (1,),
+    "length_penalty": (1,), "diversity_penalty": (1,), "num_beams": (1,), "beam_width": (1,),
+    # Lengths without a limit, one reply, and no choice of a place.
+    "n_predict": (-1,), "max_new_tokens": (-1,), "best_of": (1,), "id_slot": (-1,),
+    "truncate_prompt_tokens": (-1,),
+    "thinking_budget": (-1,), "reasoning_budget": (-1,),
+    # What this server does.
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "detokenize": (True,), "do_sample": (True,), "include_reasoning": (True,),
+    "separate_reasoning": (True,), "stream_reasoning": (True,), "parse_tool_calls": (True,),
+    "reasoning_format": ("auto", "deepseek"), "reasoning_in_content": (False,),
+    "function_call": ("auto", "none"), "parallel_tool_calls": (True,),
+    "truncation": ("auto", "disabled"),
+}  # fmt: skip
+"""Fields of other servers -> values by which they change nothing."""
+
+HINTS = (
+    # Bounds of samplers that are refused when they are on.
+    "repeat_last_n", "repetition_context_size", "rep_pen_range", "penalty_last_n", "penalize_nl",
+    "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+    "mirostat_tau", "mirostat_eta", "min_keep",
+    # How long a model stays, which request it is, and what is told besides the reply.
+    "keep_alive", "ttl", "priority", "request_id", "rid", "session_id", "cache_salt",
+    "timings_per_token", "return_progress", "verbosity",
+)  # fmt: skip
+"""Fields of other servers that change nothing, whatever their value."""
+
 _THINKING = re.compile("think|reason")
 
 
 def _asks(name: str, value: Any) -> bool:
     """Return True if a field that is not known asks for something, as `think_budget` does by 0."""
+    if name in HINTS or value in NEUTRAL.get(name, ()):
+        return False
     if isinstance(value, int | float) and _THINKING.search(name):
         return True
     return value not in NOTHING
@@ -91,14 +124,22 @@ Items = Annotated[list[T], FailFast()]
 
 
 def _texts(value: Any) -> Any:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or any(not isinstance(t, str) or not t for t in texts):
-        raise ValueError("give texts that are not empty")
-    return texts
+    texts = value if isinstance(value, list) else [value]
+    if any(not isinstance(text, str | None) for text in texts):
+        raise ValueError("give a text or a list of texts")
+    return [text for text in texts if text]
 
 
 Texts = Annotated[list[str], BeforeValidator(_texts)]
-"""A text or a list of texts, none of them empty."""
+"""A text or a list of texts; empty ones are left out."""
+
+
+def _or_off(value: Any) -> Any:
+    return 0 if value == -1 else value
+
+
+CountOrOff = Annotated[Count, BeforeValidator(_or_off)]
+"""A count; -1 is 0, as vLLM has it."""
 
 
 def _limit(value: int) -> int:
@@ -146,14 +187,15 @@ def read_body(model: type[Model], body: bytes | str) -> Model:
     Raises:
         RequestError: It is no JSON or not of the model; the message names the first field at fault.
     """
-    value = read_json(body)
+    value = read_json(body, mend=True)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)[0]) from None
+        raise refusal(error.errors(include_url=False)[0]) from None
 
 
-def _refusal(fault: ErrorDetails) -> RequestError:
+def refusal(fault: ErrorDetails) -> RequestError:
+    """Return the error of a request with a fault that a model found."""
     place = ".".join(str(name)[:60] for name in fault["loc"])
     subject = f"'{place}'" if place else "the body"
     if fault["type"] == "extra_forbidden":

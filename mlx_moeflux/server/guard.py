@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.errors import RequestError, body_too_large
 from mlx_moeflux.server.service import Service
 from mlx_moeflux.server.web import is_page
 
@@ -78,19 +78,23 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, path, begun = CLIENT_LEFT, scope["path"], False
-        cross = _cross_origin(scope, self.limits)
+        headers = Headers(scope=scope)
+        further = _cross_origin(scope, self.limits)
+        preflight = scope["method"] == "OPTIONS" and bool(further)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Another server on the way may have read another end of the body (RFC 9112, 6.1).
+            further.append((b"connection", b"close"))
 
         async def noted(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
-                message["headers"] = [*message["headers"], *cross]
+                message["headers"] = [*message["headers"], *further]
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check(scope, headers)
-            if scope["method"] == "OPTIONS" and cross:
+            if preflight:
                 await Response(status_code=204)(scope, receive, noted)
                 return
             body = await self._body(headers, receive)
@@ -129,6 +133,8 @@ class Guard:
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Refuse a request by its head alone."""
         path = scope["path"]
+        if _head_bytes(scope) > self.limits.header_bytes:
+            raise head_too_large(self.limits)
         host = _split(f"//{headers.get('host', '')}").hostname or ""
         if host not in self.limits.hosts:
             raise RequestError(
@@ -164,7 +170,7 @@ class Guard:
             RequestError: It is too large or too slow. ClientDisconnect: The client left.
         """
         most = self.limits.body_bytes
-        too_large = RequestError(f"the body is larger than {most} bytes.", status=413)
+        too_large = body_too_large(f"the body is larger than {most} bytes")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
             raise too_large
@@ -183,6 +189,19 @@ class Guard:
                         return b"".join(parts)
         except TimeoutError:
             raise RequestError("the body came too slowly.", status=408) from None
+
+
+def head_too_large(limits: Limits) -> RequestError:
+    """Return the error of a request whose head is larger than `limits` allow."""
+    return RequestError(f"the head of the request is larger than {limits.header_bytes} bytes.")
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Return the bytes of a request's head, white space around values left out."""
+    query = scope["query_string"]
+    line = len(scope["method"]) + len(scope["raw_path"]) + len(b"?" + query if query else b"")
+    # Two spaces, the version and the ends of line and head; ": " and the end of each header's line.
+    return line + 14 + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 def _check_encoding(headers: Headers, body: bytes) -> None:

@@ -18,11 +18,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.guard import Guard, Limits
+from mlx_moeflux.server.guard import Guard, Limits, head_too_large
 from mlx_moeflux.server.protocols.openai import error
 
 LOG = logging.getLogger("mlx_moeflux.server")
 LAST_WORDS_SECONDS = 1.0
+NO_REQUEST = RequestError("this is no valid HTTP request.")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -141,7 +142,8 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         most = self.limits.connections
         if len(self.connections) > most:
-            self._refuse(503, f"{most} connections are open, which is the most.")
+            text = f"{most} connections are open, which is the most."
+            self._refuse(RequestError(text, status=503))
             return
         self._wait_for_head()
 
@@ -168,18 +170,20 @@ class BoundedProtocol(H11Protocol):
             self._taking = None
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is no valid HTTP request.")
+        unread, _ = self.conn.trailing_data
+        large = len(unread) > self.limits.header_bytes
+        self._refuse(head_too_large(self.limits) if large else NO_REQUEST)
 
     def timeout_keep_alive_handler(self) -> None:
         # close() would wait for a client that never takes the last reply.
         self.transport.abort()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, found: RequestError) -> None:
         """Answer instead of the application, and close."""
-        body = json.dumps(error(RequestError(message, status=status))).encode()
+        body = json.dumps(error(found)).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
         headers |= {"Connection": "close"}
-        response = h11.Response(status_code=status, headers=list(headers.items()))
+        response = h11.Response(status_code=found.status, headers=list(headers.items()))
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.errors import RequestError, body_too_large
 
 MOST_DEPTH = 100
 
@@ -34,18 +34,18 @@ def check_values(body: bytes, most: int) -> None:
         piece = body[start : start + _PIECE]
         count += sum(piece.count(mark) for mark in (b",", b"[", b"{"))
         if count > most:
-            raise RequestError(
-                f"the body has more than {most} commas and opening brackets; shorten it.",
-                status=413,
-            )
+            raise body_too_large(f"the body has more than {most} commas and opening brackets")
 
 
-def read_json(body: bytes | str) -> Any:
+def read_json(body: bytes | str, *, mend: bool = False) -> Any:
     """Return the value of a JSON text whose strings are Unicode and whose numbers are finite.
 
+    mend: Half of a surrogate pair becomes U+FFFD: clients cut texts in the middle of a character,
+    and send them again with every request.
+
     Raises:
-        RequestError: It is no JSON, is nested deeper than MOST_DEPTH, or has NaN, an infinity or a
-            lone surrogate.
+        RequestError: It is no JSON, is nested deeper than MOST_DEPTH, or has NaN, an infinity or,
+            without `mend`, a lone surrogate.
     """
     try:
         value = json.loads(body, parse_constant=_no_constant)
@@ -53,11 +53,16 @@ def read_json(body: bytes | str) -> Any:
         raise RequestError(f"the body is nested deeper than {MOST_DEPTH} levels.") from None
     except ValueError as error:  # wrong UTF-8 and overlong integers too
         raise RequestError(f"the body is no JSON: {error}.") from None
-    level: list[Any] = [value]
+    level, whole = [value], True
     for _ in range(MOST_DEPTH):
+        whole = whole and all(map(_is_unicode, level))
         level = [inner for outer in level for inner in _checked(outer)]
         if not level:
-            return value
+            if whole:
+                return value
+            if mend:
+                return _mended(value)
+            raise RequestError("the body has a lone surrogate, which is no character.")
     raise RequestError(f"the body is nested deeper than {MOST_DEPTH} levels.")
 
 
@@ -74,11 +79,27 @@ def _checked(value: Any) -> Iterator[Any]:
         yield from value
     elif isinstance(value, float) and not math.isfinite(value):
         raise RequestError("the body has a number that is too large.")
-    elif isinstance(value, str) and not value.isascii():
+
+
+def _is_unicode(value: Any) -> bool:
+    """Return False for a text with half of a surrogate pair."""
+    if isinstance(value, str) and not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise RequestError("the body has a lone surrogate, which is no character.") from None
+            return False
+    return True
+
+
+def _mended(value: Any) -> Any:
+    """Return a value with U+FFFD in the place of each half of a surrogate pair."""
+    if isinstance(value, dict):
+        return {_mended(name): _mended(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_mended(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return value
 
 
 class ObjectEnd:

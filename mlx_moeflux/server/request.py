@@ -126,6 +126,17 @@ def continue_last(request: GenerationRequest) -> None:
     request.continued = True
 
 
+def check_provided(tools: Sequence[Any], functions: Sequence[Any]) -> None:
+    """Refuse tools of a provider without a function beside them: the request is about them. Beside
+    functions they are left out."""
+    if tools and not functions:
+        raise RequestError(
+            f"'tools.0' is of the type '{tools[0].type[:80]}', which is not offered; leave it out.",
+            param="tools.0",
+            code="unsupported_parameter",
+        )
+
+
 def check_tools(tools: list[dict[str, Any]], choice: str, place: str = "tools") -> None:
     """Refuse two functions of one name, too many, and a choice of none of them."""
     names = [tool["function"]["name"] for tool in tools]

@@ -358,6 +358,23 @@ def _moved(value: Any, *, names: bool = False) -> Any:
     return moved
 
 
+def without_nulls(value: Any, *, names: bool = False) -> Any:
+    """Return a schema without keywords whose value is null, which servers in Go and C++ write for
+    missing ones. Null stays where it is a value: in enum, const, default and examples. names: See
+    :func:`_moved`."""
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value if one is not None]
+    if not isinstance(value, Mapping):
+        return value
+    if names:
+        return {name: {} if one is None else without_nulls(one) for name, one in value.items()}
+    return {
+        key: inner if key in _DATA else without_nulls(inner, names=key in _NAMED)
+        for key, inner in value.items()
+        if inner is not None or key in _DATA
+    }
+
+
 def _literal(text: str) -> str:
     """Return a Lark regex of a text."""
     return "".join(f"\\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else _spelled(c) for c in text)

@@ -18,7 +18,7 @@ from mlx_moeflux.server.assemble import Assembler, Delta
 from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
-from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
+from mlx_moeflux.server.errors import PromptTooLong, RequestError
 from mlx_moeflux.server.memory import ServerMemory
 from mlx_moeflux.server.messages import other_forms, with_reasoning, without_empty_texts
 from mlx_moeflux.server.metrics import Metrics
@@ -128,8 +128,17 @@ class Service:
 
     def _prepare(self, request: GenerationRequest) -> tuple[Prompt, str | None]:
         prompt = self.render(request)
-        self.engine.check_memory(len(prompt.ids), self.limit(request))
+        if (too_long := self.engine.too_long(len(prompt.ids))) is not None:
+            raise too_long
         return prompt, self._grammar(request)
+
+    def count(self, request: GenerationRequest) -> int:
+        """Return the tokens of the prompt of a request, also of one that is too long to be read; of
+        one much longer than the context, an estimate."""
+        try:
+            return len(self.render(request).ids)
+        except PromptTooLong as error:
+            return error.tokens
 
     def limit(self, request: GenerationRequest) -> int:
         """Return the most tokens of a reply that the request allows, or UNLIMITED."""
@@ -140,6 +149,7 @@ class Service:
 
         Raises:
             RequestError: The template refuses the messages, or they have no tokens.
+            PromptTooLong: They are much longer than the context.
         """
         if not request.answer:
             return Prompt(self.encode(request.prompt))
@@ -184,9 +194,15 @@ class Service:
         try:
             return prompt_ids(self.model, self.tokenizer, prompt, **given)
         except CacheError as error:
-            raise RequestError(str(error), param=param, code=CONTEXT_EXCEEDED) from error
+            raise self.long_text(error) from error
         except InputError as error:
             raise RequestError(str(error), param=param) from error
+
+    def long_text(self, error: CacheError) -> RequestError:
+        """Return the refusal of a text that is much longer than the context."""
+        too_long = self.engine.too_long(error.tokens, estimated=True)
+        assert too_long is not None
+        return too_long
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for."""

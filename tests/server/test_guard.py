@@ -94,6 +94,35 @@ def test_heads_and_idle_connections_are_bounded(tiny):
         assert b" 400 " in raw(server, get + b"X: " + b"x" * 4000)
 
 
+def test_a_head_has_its_limit_however_it_arrives(tiny):
+    host = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close"
+    with served(*tiny, limits=with_limits(header_bytes=2000)) as server:
+        wait_until(lambda: server.ask("/health")[0] == 200)
+        for begin, end in ((b"GET /health", b"\r\nX: %s"), (b"GET /health?%s", b"")):
+            parts = (begin, host, end, b"\r\n\r\n")
+            room = 2000 - len(b"".join(parts).replace(b"%s", b""))
+            for size, expected in ((room, b" 200 "), (room + 1, b" 400 "), (9000, b" 400 ")):
+                said = raw(server, b"".join(parts).replace(b"%s", b"x" * size))
+                assert expected in said.split(b"\r\n")[0], said
+                told = b"the head of the request is larger than 2000 bytes" in said
+                assert told == (expected == b" 400 ")
+        said = raw(server, b"GET /health" + host + b"\r\nX: " + b"x" * 2000)
+        assert b"the head of the request is larger than 2000 bytes" in said
+
+
+def test_two_lengths_of_a_body_end_the_connection(server):
+    """The chunks count, and nothing behind them is read as a request (RFC 9112, 6.1)."""
+    chunked = b'f\r\n{"content":"a"}\r\n0\r\n\r\n'
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    following = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    for length in (b"0", b"5", b"999"):
+        said = raw(server, head + b"Content-Length: " + length + b"\r\n\r\n" + chunked + following)
+        assert said.count(b"HTTP/1.1 ") == 1
+        assert (b"HTTP/1.1 200 " in said, b"connection: close" in said.lower()) == (True, True)
+    said = raw(server, head + b"\r\n" + chunked + following)
+    assert said.count(b"HTTP/1.1 200 ") == 2
+
+
 def test_a_stream_that_nobody_reads_ends(tiny, monkeypatch):
     """All buffers on the way are full."""
 

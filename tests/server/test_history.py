@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -368,7 +368,204 @@ def test_echoed_fields_change_nothing(shown, name):
     assert call == {"id": "7", **called("f", {"input": "x"})["tool_calls"][0]} | {"id": "7"}
 
 
+# Values of any type
+
+VALUES = [
+    (None, ""), ("a", "a"), (5, "5"), (1.5, "1.5"), (0, "0"), (True, "true"), (False, "false"),
+    ([], ""), (["a", "b"], '["a", "b"]'), ([1, None, True], "[1, true]"), ({}, "{}"),
+    ({"rows": [1]}, "[1]"), ({"ok": False, "n": 1}, '{"ok": false, "n": 1}'),
+    ([{"type": "text", "text": "a"}, 5], '["a", 5]'), ([{"type": "text", "text": 5}], '5'),
+    ([{"a": 1, "b": 2}], '{"a": 1, "b": 2}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "text"), VALUES, ids=lambda value: str(value)[:20])
+def test_a_result_of_any_type_is_read(shown, value, text):
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    given = {"type": "tool_result", "tool_use_id": "c", "content": value}
+    for protocol, messages in (
+        (openai_chat, [chat_call("{}"), {"role": "tool", "tool_call_id": "c", "content": value}]),
+        (anthropic_messages, [{"role": "assistant", "content": [use]},
+                              {"role": "user", "content": [given]}]),
+        (openai_responses, [CALL, {**CALL, "type": "function_call_output", "output": value}]),
+        (openai_responses, [{**CALL, "type": "local_shell_call"},
+                            {**CALL, "type": "local_shell_call_output", "output": value}]),
+    ):  # fmt: skip
+        (last,) = shown(protocol, [USER, *messages])[2:]
+        assert (last["role"], last["content"]) == ("tool", text)
+
+
+CALLS = {
+    "none": [({}, []), ([], []), ("", []), ([{}], []), ([None], []), (5, [])],
+    "without a name": [
+        ([{"id": "1", "function": {"arguments": "{}"}}], [("", {})]),
+        ([{"id": "1", "function": {"name": None, "arguments": '{"a": 1}'}}], [("", {"a": 1})]),
+        ([{"id": "1", "type": "function"}], [("", {})]),
+        ([{"id": [1], "function": {"name": 7}}], [("", {})]),
+    ],
+    "in other forms": [
+        ({"id": "1", "function": {"name": "f"}}, [("f", {})]),
+        ([{"id": "1", "name": "f", "arguments": {"a": 1}}], [("f", {"a": 1})]),
+        ([{"custom": {"name": "f", "input": ["x"]}}], [("f", {"input": '["x"]'})]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_any_form_are_read(shown, name):
+    for calls, expected in CALLS[name]:
+        message = {"role": "assistant", "content": "t", "tool_calls": calls}
+        found = shown(openai_chat, [USER, message, GO_ON])[1]
+        functions = [call["function"] for call in found.get("tool_calls", [])]
+        assert [(one["name"], one["arguments"]) for one in functions] == expected
+
+
+def test_calls_without_a_name_are_read_in_every_protocol(shown):
+    for value in (None, 5, ["f"], {}):
+        use = {"type": "tool_use", "id": "c", "name": value, "input": {"a": 1}}
+        item = {"type": "function_call", "call_id": "c", "name": value, "arguments": '{"a": 1}'}
+        for protocol, message in (
+            (anthropic_messages, {"role": "assistant", "content": [use]}),
+            (openai_responses, item),
+        ):
+            (call,) = shown(protocol, [USER, message, GO_ON])[1]["tool_calls"]
+            assert call["function"] == {"name": "", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "why"},
+        {"content": [{"type": "reasoning_text", "text": "why"}]},
+        {"content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "y"}]},
+        {"content": {"type": "reasoning_text", "text": "why"}},
+        {"content": None, "summary": [{"type": "summary_text", "text": "why"}]},
+        {"content": [], "summary": "why"},
+        {"content": "why", "summary": "shorter"},
+    ],
+)
+def test_reasoning_with_texts_is_read(shown, fields):
+    items = [{"type": "reasoning", "id": "r", **fields}, {"role": "assistant", "content": "b"}]
+    assert shown(openai_responses, [USER, *items, GO_ON])[1]["reasoning_content"] == "why"
+    if isinstance(text := fields["content"], str | list) and text:
+        block = {"type": "thinking", "thinking": text, "signature": ""}
+        message = {"role": "assistant", "content": [block, {"type": "text", "text": "b"}]}
+        found = shown(anthropic_messages, [USER, message, GO_ON])[1]
+        assert (found["reasoning_content"], found["content"]) == ("why", "b")
+
+
+JUNK = [None, True, 0, 1.5, "", "x", [], [None], [1], ["a"], [{}], {}, {"a": 1}, [{"type": "text"}]]
+HISTORY = {
+    openai_chat: [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, CHAT_IMAGE], "name": "n"},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "reasoning_content": "r",
+         "reasoning": "r", "thinking": "r", "refusal": "no", "tool_calls": [
+             {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": [{"type": "text",
+                                                                        "text": "c"}]},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "d"},
+        GO_ON,
+    ],
+    anthropic_messages: [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, BLOCK_IMAGE, PDF]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "r", "signature": "s"},
+            {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "is_error": False,
+                                      "content": [{"type": "text", "text": "c"}]}]},
+        GO_ON,
+    ],
+    openai_responses: [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "r"}],
+         "content": [{"type": "reasoning_text", "text": "r"}], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+        {"type": "function_call", "namespace": "g", "name": "f", "arguments": "{}", "call_id": "1"},
+        {"type": "function_call_output", "call_id": "1",
+         "output": [{"type": "input_text", "text": "c"}]},
+        {"type": "custom_tool_call", "name": "f", "input": "x", "call_id": "2"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "y"},
+        GO_ON,
+    ],
+}  # fmt: skip
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """Yield a history with each value in it replaced by one of each JSON type. What says which kind
+    of message or block it is stays."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if key in ("role", "type"):
+            continue
+        others = [] if isinstance(value, list) and "role" in (inner or {}) else JUNK
+        deeper = changed(inner) if isinstance(inner, dict | list) else ()
+        for other in (*others, *deeper):
+            copied = dict(value) if isinstance(value, dict) else list(value)
+            copied[key] = other
+            yield copied
+
+
+@pytest.mark.parametrize("protocol", HISTORY, ids=lambda module: module.__name__)
+def test_no_value_in_the_history_is_refused(shown, protocol):
+    *history, last = HISTORY[protocol]
+    if protocol is openai_responses:
+        # An item without a type is a message.
+        histories = [[*history[:i], one, *history[i + 1 :]]
+                     for i, item in enumerate(history) for one in changed(item)]  # fmt: skip
+    else:
+        histories = list(changed(history))
+    assert len(histories) > 200
+    for given in histories:
+        assert shown(protocol, [*given, last])[-1] == last
+
+
+HALVES = [
+    ('"a \\ud83d"', "a \ufffd"), ('"\\ude00 a"', "\ufffd a"), ('"\\ud83d\\ud83d"', "\ufffd\ufffd"),
+    ('"\\ud83d\\ude00 \\ud83d"', "\U0001f600 \ufffd"), ('"é \\udfff"', "é \ufffd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "read"), HALVES)
+def test_half_a_surrogate_is_a_replacement_character(shown, text, read):
+    call = f'{{"function": {{"name": "f", "arguments": {{{text}: [{text}]}}}}}}'
+    messages = (
+        f'[{{"role": "user", "content": {text}}}, {{"role": "assistant", "tool_calls": [{call}]}},'
+        f'{{"role": "tool", "content": [{{"type": "text", "text": {text}}}]}}]'
+    )
+    body = read_body(openai_chat.Body, f'{{"messages": {messages}}}')
+    assert body.messages[0].content.text == body.messages[2].content.text == read
+    assert body.messages[1].tool_calls[0].function.arguments == {read: [read]}
+    # Within the text of a call's arguments, as a client gets it and sends it back.
+    message, _ = shown(openai_chat, [chat_call(f'{{"a": {text}}}'), GO_ON])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": read}
+
+
 # New requests
+
+
+@pytest.mark.parametrize(
+    ("protocol", "content", "place"),
+    [
+        (openai_chat, 5, ""),
+        (openai_chat, ["a"], ".0"),
+        (openai_chat, [{"type": "text", "text": 5}], ".0.text"),
+        (anthropic_messages, [{"type": "text", "text": 5}], ".0.text"),
+        (anthropic_messages, [{"type": "text", "text": "a"}, 5], ".1"),
+        (openai_responses, [{"type": "input_text", "text": "a"}, {"type": 5}], ".1.type"),
+    ],
+)
+def test_a_new_question_of_a_wrong_type_is_refused(shown, protocol, content, place):
+    """And is history once there is a message behind it."""
+    field = "input" if protocol is openai_responses else "messages"
+    message = {"role": "user", "content": content}
+    with pytest.raises(RequestError) as caught:
+        shown(protocol, [message])
+    assert (caught.value.param, caught.value.code) == (f"{field}.0.content{place}", None)
+    assert str(caught.value).startswith(f"'{field}.0.content{place}' is ")
+    assert shown(protocol, [message, GO_ON])[-1] == GO_ON
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_a_response_goes_on_from_the_same_prompt_as_a_chat(server):
     "body",
     [
         {}, {"input": 5}, {"input": "a", "previous_response_id": "resp_1"},
-        {"input": "a", "background": True}, {"input": "a", "truncation": "auto"},
+        {"input": "a", "background": True}, {"input": "a", "truncation": "middle"},
         {"input": "a", "tools": [{}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}]},
         {"input": "a", "max_output_tokens": 2**63}, {"input": "a", "max_tokens": 5},

@@ -65,11 +65,20 @@ def test_no_other_path_is_redirected(server, path):
     assert server.ask(path)[0] == 404
 
 
-def test_a_path_without_v1_is_told_of_it(server):
-    status, reply = server.ask("/chat/completions", {})
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/chat/completions"), ("POST", "/v1/embeddings"), ("GET", "/models"),
+     ("GET", "/version"), ("GET", "/api/tags"), ("PUT", "/v1/messages/batches")],
+)  # fmt: skip
+def test_another_path_is_told_those_that_there_are(server, method, path):
+    status, reply = server.ask(path, {} if method == "POST" else None, method=method)
     assert status == 404
-    message = "POST /chat/completions: Not Found. OpenAI's paths begin with /v1, and so do"
-    assert reply["error"]["message"] == f"{message} Anthropic's."
+    assert reply["error"]["message"] == (
+        f"{method} {path}: Not Found; under /v1 there are /v1/chat/completions, /v1/completions, "
+        "/v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/models."
+    )
+    for there in reply["error"]["message"].rstrip(".").split("there are ")[1].split(", "):
+        assert server.ask(there, method="GET")[0] != 404
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/health", "/v1/models", "/props"])

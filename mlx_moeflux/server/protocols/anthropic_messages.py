@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_moeflux.server.assemble import CALLS, LENGTH, Delta
-from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
+from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import (
-    Count,
+    CountOrOff,
     Fields,
     Items,
     OneOf,
@@ -24,16 +24,28 @@ from mlx_moeflux.server.fields import (
 from mlx_moeflux.server.protocols.content import (
     Arguments,
     Content,
+    Echoed,
     Label,
+    OrWrong,
     OtherPart,
     TextPart,
+    WrongPart,
+    as_text,
     check_newest,
     contents,
+    first_fault,
     joined,
     newest,
     unreadable,
 )
-from mlx_moeflux.server.protocols.openai import Function, Parameters, event, shown_arguments
+from mlx_moeflux.server.protocols.openai import (
+    AnswerSchema,
+    Function,
+    OtherTool,
+    Parameters,
+    event,
+    shown_arguments,
+)
 from mlx_moeflux.server.request import (
     AUTO,
     MOST_STOPS,
@@ -41,6 +53,7 @@ from mlx_moeflux.server.request import (
     REQUIRED,
     SAMPLING,
     GenerationRequest,
+    check_provided,
     check_tools,
     continue_last,
     fault_of_continuation,
@@ -63,9 +76,7 @@ KINDS = {
 def error(found: RequestError) -> dict[str, Any]:
     """Return Anthropic's error object."""
     kind = "api_error" if found.status >= 500 else "invalid_request_error"
-    # Claude Code shortens a conversation when it reads these words.
-    words = "prompt is too long: " if found.code == CONTEXT_EXCEEDED else ""
-    inner = {"type": KINDS.get(found.status, kind), "message": f"{words}{found}"}
+    inner = {"type": KINDS.get(found.status, kind), "message": str(found)}
     return {"type": "error", "error": inner, "request_id": None}
 
 
@@ -95,13 +106,13 @@ class ToolResult(Block):
 
 class Thinking(Block):
     type: Literal["thinking", "redacted_thinking"]
-    thinking: str = ""
+    thinking: Annotated[Content, contents()] = Content()
 
 
 class ToolUse(Block):
     type: Literal["tool_use"]
     id: Label = ""
-    name: str
+    name: Echoed = ""
     input: Arguments = Field({})
 
 
@@ -109,46 +120,60 @@ def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-UserBlock = Annotated[TextBlock | ToolResult | OtherBlock, OneOf("type", other=OtherBlock)]
+def _contents(value: Any) -> Any:
+    return value if isinstance(value, list) else _blocks(as_text(value))
+
+
+UserBlock = Annotated[TextBlock | ToolResult | OtherBlock, OneOf("type", other=OtherBlock), OrWrong]
 AssistantBlock = Annotated[
-    TextBlock | Thinking | ToolUse | OtherBlock, OneOf("type", other=OtherBlock)
+    TextBlock | Thinking | ToolUse | OtherBlock, OneOf("type", other=OtherBlock), OrWrong
 ]
 
 
 class UserMessage(OpenFields):
     role: Literal["user", "system"]
-    content: Annotated[Items[UserBlock], BeforeValidator(_blocks)] = Field([])
+    content: Annotated[list[UserBlock | WrongPart], BeforeValidator(_contents)] = Field([])
 
     @property
     def results(self) -> list[ToolResult]:
         return [block for block in self.content if isinstance(block, ToolResult)]
 
     @property
-    def parts(self) -> list[TextBlock | OtherBlock]:
+    def parts(self) -> list[TextBlock | OtherBlock | WrongPart]:
         """The blocks besides results of tools."""
         return [block for block in self.content if not isinstance(block, ToolResult)]
 
 
 class AssistantMessage(OpenFields):
     role: Literal["assistant"]
-    content: Annotated[Items[AssistantBlock], BeforeValidator(_blocks)] = Field([])
+    content: Annotated[list[AssistantBlock | WrongPart], BeforeValidator(_contents)] = Field([])
 
 
 Message = Annotated[UserMessage | AssistantMessage, OneOf("role")]
 
 
-class Tool(Function, extra="forbid"):
-    inert = ("cache_control", "strict", "eager_input_streaming", "defer_loading", "input_examples")
-    type: Literal["custom"] = "custom"
+BETA = ("block_binding", "task_budget", "speed", "allowed_callers", "diagnostics")
+"""Fields of beta versions that only hint, wherever they stand."""
+
+
+class FunctionTool(Function, extra="forbid"):
+    inert = ("cache_control", "strict", "eager_input_streaming", "defer_loading", "input_examples",
+             *BETA)  # fmt: skip
+    type: Literal["custom", None] = None
     parameters: Parameters = Field(alias="input_schema")
 
 
+Tool = Annotated[FunctionTool | OtherTool, OneOf("type", other=OtherTool)]
+
+
 class AnyToolChoice(Fields):
+    inert = BETA
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False
 
 
 class OneToolChoice(Fields):
+    inert = BETA
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
@@ -160,16 +185,17 @@ ToolChoice = Annotated[AnyToolChoice | OneToolChoice, OneOf("type")]
 class ThinkingOptions(Fields):
     """A budget of tokens is the model's own business."""
 
-    inert = ("budget_tokens", "display")
+    inert = ("budget_tokens", "display", *BETA)
     type: Literal["enabled", "disabled", "adaptive"] = "enabled"
 
 
 class OutputFormat(OpenFields):
     type: Literal["json_schema"] = "json_schema"
-    value: dict[str, Any] = Field(alias="schema")
+    value: AnswerSchema = Field(alias="schema")
 
 
 class OutputConfig(Fields):
+    inert = BETA
     format: OutputFormat | None = None
     effort: str | None = None
 
@@ -178,7 +204,7 @@ class Body(Fields):
     """The body of a request."""
 
     inert = ("metadata", "service_tier", "container", "context_management", "betas",
-             "inference_geo", "cache_control")  # fmt: skip
+             "inference_geo", "cache_control", *BETA)  # fmt: skip
     model: str | None = None
     system: Annotated[Items[SystemBlock], BeforeValidator(_blocks)] = Field([])
     messages: Annotated[Items[Message], Field(min_length=1)]
@@ -186,7 +212,7 @@ class Body(Fields):
     stream: bool = False
     temperature: Share | None = None
     top_p: Share | None = None
-    top_k: Count | None = None
+    top_k: CountOrOff | None = None
     stop_sequences: Annotated[Texts, Field(max_length=MOST_STOPS)] = Field([])
     tools: Items[Tool] = Field([])
     tool_choice: ToolChoice = AnyToolChoice(type="auto")
@@ -199,7 +225,7 @@ def counted(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body whose tokens are counted; its history may end anywhere."""
     service.check_model(body.model)
     check_messages(body)
-    tools = [tool.tool() for tool in body.tools]
+    tools = [tool.tool() for tool in body.tools if isinstance(tool, FunctionTool)]
     choice = body.tool_choice
     named = choice.name if isinstance(choice, OneToolChoice) else CHOICES[choice.type]
     check_tools(tools, named)
@@ -228,6 +254,7 @@ def counted(body: Body, service: Service) -> GenerationRequest:
 def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
     request = counted(body, service)
+    check_provided(body.tools, request.tools)
     if request.messages[-1]["role"] == "assistant":
         continue_last(request)
         if (text := request.messages[-1]["content"]) != text.rstrip():
@@ -248,7 +275,8 @@ def check_messages(body: Body) -> None:
         message = body.messages[i]
         assert isinstance(message, UserMessage)
         given = "content" in message.model_fields_set
-        content = Content("", unreadable(message.parts)) if given else None
+        parts = message.parts
+        content = Content("", unreadable(parts), first_fault(parts)) if given else None
         check_newest(content, f"messages.{i}.content")
 
 
@@ -270,7 +298,7 @@ def _messages(body: Body, service: Service) -> tuple[list[dict[str, Any]], list[
     return messages, checkpoints
 
 
-def _marked(blocks: Sequence[Block]) -> bool:
+def _marked(blocks: Sequence[Block | WrongPart]) -> bool:
     return any(block.cache_control is not None for block in blocks)
 
 
@@ -303,7 +331,7 @@ def _assistant(message: AssistantMessage, service: Service) -> dict[str, Any]:
             function = {"name": block.name, "arguments": shown_arguments(service, block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, Thinking):
-            reasoning.append(block.thinking)
+            reasoning.append(block.thinking.text)
         else:
             parts.append(block)
     found: dict[str, Any] = {"role": "assistant", "content": joined(parts)}

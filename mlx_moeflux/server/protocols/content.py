@@ -12,10 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, PlainValidator, TypeAdapter, model_validator
+from pydantic import (
+    BeforeValidator,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Items, OneOf, OpenFields
+from mlx_moeflux.server.fields import Items, OneOf, OpenFields, refusal
 from mlx_moeflux.server.json_guard import read_json
 
 MEDIA = {
@@ -146,11 +155,58 @@ class OtherPart(OpenFields):
 
 
 @dataclass(frozen=True)
+class WrongPart:
+    """A part of a wrong type. The model reads its JSON; in a new question it is refused.
+
+    fault: What is wrong with it, with its place.
+    """
+
+    text: str
+    fault: ErrorDetails
+    type: str = ""
+    readable: bool = False
+    cache_control: Any = None
+
+
+def _or_wrong(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError as error:
+        inner = value.get("text", value) if isinstance(value, dict) else value
+        return WrongPart(as_text(inner), error.errors(include_url=False)[0])
+
+
+OrWrong = WrapValidator(_or_wrong)
+"""Annotation of the parts of a content: one of a wrong type becomes a :class:`WrongPart`."""
+
+
+def as_text(value: Any) -> str:
+    """Return a JSON value as a model reads it: a text as it is, null as "", else JSON."""
+    found = _readable(value)
+    if isinstance(found, str):
+        return found
+    return "" if found is None else json.dumps(found, ensure_ascii=False)
+
+
+def first_fault(parts: Sequence[Part]) -> ErrorDetails | None:
+    """Return what is wrong with the first part of a wrong type, with its place in the content."""
+    for i, part in enumerate(parts):
+        if isinstance(part, WrongPart):
+            return {**part.fault, "loc": (i, *part.fault["loc"])}
+    return None
+
+
+@dataclass(frozen=True)
 class Content:
-    """The text of a message. unreadable: Place of the first part that is not all in it."""
+    """The text of a message.
+
+    unreadable: Place of the first part that is not all in it. fault: What is wrong with the first
+    value that is neither a text nor a part.
+    """
 
     text: str = ""
     unreadable: str | None = None
+    fault: ErrorDetails | None = None
 
 
 def joined(parts: Iterable[Part], separator: str = "") -> str:
@@ -174,14 +230,24 @@ def unreadable(parts: Sequence[Part]) -> str | None:
 
 
 def contents(separator: str = "") -> PlainValidator:
-    """Return the validator of a content: a text, or a list of parts. Nothing is ever fetched."""
-    items = TypeAdapter(Items[Annotated[TextPart | OtherPart, OneOf("type", other=OtherPart)]])
+    """Return the validator of a content: a text, or a list of parts. Other values become the text
+    of their JSON, with a fault. Nothing is ever fetched."""
+    kinds = OneOf("type", other=OtherPart)
+    strict = TypeAdapter(Items[Annotated[TextPart | OtherPart, kinds]])
+    items = TypeAdapter(list[Annotated[TextPart | OtherPart, kinds, OrWrong]])
 
     def read(value: Any) -> Content:
         if isinstance(value, str):
             return Content(value)
-        parts = items.validate_python([value] if isinstance(value, dict) else value)
-        return Content(joined(parts, separator), unreadable(parts))
+        given = [value] if isinstance(value, dict) else value
+        if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+            parts = items.validate_python(given)
+            return Content(joined(parts, separator), unreadable(parts), first_fault(parts))
+        try:
+            strict.validate_python(given)
+        except ValidationError as error:
+            return Content(as_text(value), fault=error.errors(include_url=False)[0])
+        raise AssertionError
 
     return PlainValidator(read)
 
@@ -205,6 +271,8 @@ def check_newest(content: Content | None, place: str) -> None:
     """
     if content is None:
         raise RequestError(f"'{place}' is missing; give it.", param=place)
+    if content.fault is not None:
+        raise refusal({**content.fault, "loc": (*place.split("."), *content.fault["loc"])})
     if content.unreadable is not None:
         place = f"{place}.{content.unreadable}"[:200]
         kind = MEDIA.get(place.rpartition(".")[2], "content of this type")
@@ -223,11 +291,7 @@ Echoed = Annotated[str, BeforeValidator(_echoed)]
 """A text that a client repeats; what is no text counts as missing."""
 
 
-def _label(value: Any) -> Any:
-    return str(value) if type(value) in (int, float) else value
-
-
-Label = Annotated[str, BeforeValidator(_label)]
+Label = Annotated[str, BeforeValidator(as_text)]
 """An id, which some clients give as a number."""
 
 
@@ -236,7 +300,7 @@ def _arguments(value: Any) -> dict[str, Any] | str:
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
-        found = read_json(text.strip() or "{}")
+        found = read_json(text.strip() or "{}", mend=True)
     except RequestError:
         return text
     return found if isinstance(found, dict) else text

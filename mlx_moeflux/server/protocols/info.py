@@ -10,7 +10,7 @@ from pydantic import Field
 from mlx_moeflux._version import __version__
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.generation.prompt import encode_bounded
-from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
+from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields
 from mlx_moeflux.server.protocols import anthropic_messages
 from mlx_moeflux.server.service import Service
@@ -23,8 +23,16 @@ def model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "mlx_moeflux",
-        "context_length": service.model.context_left(),
+        **lengths(service),
     }
+
+
+def lengths(service: Service) -> dict[str, Any]:
+    """Return the most tokens that a prompt may have, under every name by which clients ask: those
+    of OpenRouter, vLLM, LM Studio, Groq, Anthropic and llama.cpp."""
+    most = service.engine.prompt_room
+    names = ("context_length", "max_model_len", "max_context_length", "context_window")
+    return {**dict.fromkeys((*names, "max_input_tokens"), most), "meta": {"n_ctx": most}}
 
 
 # Codex gives a model of the catalogue no instructions of its own.
@@ -68,7 +76,7 @@ def codex_model(service: Service) -> dict[str, Any]:
         "apply_patch_tool_type": None,
         "truncation_policy": {"mode": "bytes", "limit": 10_000},
         "supports_parallel_tool_calls": True,
-        "context_window": service.model.context_left(),
+        "context_window": service.engine.prompt_room,
         "experimental_supported_tools": [],
         "input_modalities": ["text"],
     }
@@ -85,7 +93,9 @@ def props(service: Service) -> dict[str, Any]:
     defaults, engine = service.options.defaults, service.engine.options
     return {
         "model": service.options.name,
-        "context_length": service.model.context_left(),
+        **lengths(service),
+        # llama.cpp's place in this answer.
+        "default_generation_settings": {"n_ctx": service.engine.prompt_room},
         "vocabulary": service.vocabulary,
         "layers": len(service.model.layers),
         "chat_template": service.tokenizer.chat_template,
@@ -103,7 +113,7 @@ def props(service: Service) -> dict[str, Any]:
 def count_tokens(body: anthropic_messages.Body, service: Service) -> dict[str, Any]:
     """Return the tokens of the prompt of Anthropic's messages."""
     request = anthropic_messages.counted(body, service)
-    return {"input_tokens": len(service.render(request).ids)}
+    return {"input_tokens": service.count(request)}
 
 
 class Text(Fields):
@@ -124,7 +134,7 @@ def tokenize(body: Text, service: Service) -> dict[str, Any]:
     try:
         ids = encode_bounded(service.tokenizer, body.content, most, add_special_tokens=special)
     except CacheError as error:
-        raise RequestError(str(error), param="content", code=CONTEXT_EXCEEDED) from error
+        raise service.long_text(error) from error
     return {"tokens": ids}
 
 

@@ -11,7 +11,7 @@ from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.engine import TokenLogprobs
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import (
-    Count,
+    CountOrOff,
     Fields,
     Integer,
     OpenFields,
@@ -29,6 +29,7 @@ from mlx_moeflux.server.request import (
     SAMPLING,
     Sampling,
 )
+from mlx_moeflux.server.schemas import without_nulls
 from mlx_moeflux.server.service import Generation, Service
 
 # Log-probability of a token that cannot occur; JSON has no infinity.
@@ -58,7 +59,7 @@ class OpenAIBody(Fields):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    top_k: Count | None = None
+    top_k: CountOrOff | None = None
     min_p: Share | None = None
     seed: Annotated[Integer, Field(ge=-(2**63))] | None = None
     xtc_probability: Share | None = None
@@ -125,6 +126,7 @@ def _name(name: str) -> str:
 
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    schema = without_nulls(schema)
     for key, kind in (("properties", dict), ("required", list)):
         if not isinstance(schema.get(key, kind()), kind):
             raise ValueError(f"its '{key}' must be of another type")
@@ -157,6 +159,12 @@ class Function(OpenFields):
         return {"type": "function", "function": found}
 
 
+class OtherTool(OpenFields):
+    """A tool that the provider would run; it is not offered to the model."""
+
+    type: str
+
+
 class _Named(OpenFields):
     name: str
 
@@ -179,8 +187,11 @@ ToolChoice = Annotated[str, PlainValidator(_tool_choice)]
 """Auto, none, required, or the name of a function."""
 
 
+AnswerSchema = Annotated[dict[str, Any], AfterValidator(without_nulls)]
+
+
 class _Schema(OpenFields):
-    value: dict[str, Any] = Field(alias="schema")
+    value: AnswerSchema = Field(alias="schema")
 
 
 class _Format(OpenFields):

@@ -13,17 +13,17 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.calls import CallPart
-from mlx_moeflux.server.fields import Count, Items, OneOf, OpenFields, TokenLimit
+from mlx_moeflux.server.fields import CountOrOff, Items, OneOf, OpenFields, TokenLimit
 from mlx_moeflux.server.protocols.content import (
     Arguments,
     Content,
     Echoed,
     Label,
+    as_text,
     check_newest,
     contents,
     newest,
@@ -33,6 +33,7 @@ from mlx_moeflux.server.protocols.openai import (
     ChunkStream,
     Format,
     Function,
+    OtherTool,
     ToolChoice,
     logprobs,
     merged_system,
@@ -43,6 +44,7 @@ from mlx_moeflux.server.request import (
     AUTO,
     MOST_LOGPROBS,
     GenerationRequest,
+    check_provided,
     check_tools,
     continue_last,
     fault_of_continuation,
@@ -71,13 +73,13 @@ class ToolMessage(OpenFields):
 
 
 class CalledFunction(OpenFields):
-    name: str
+    name: Echoed = ""
     arguments: Arguments = Field({})
 
 
 class CustomCall(OpenFields):
-    name: str
-    input: str = ""
+    name: Echoed = ""
+    input: Annotated[str, BeforeValidator(as_text)] = ""
 
 
 class Call(OpenFields):
@@ -87,18 +89,27 @@ class Call(OpenFields):
     function: CalledFunction | None = None
     custom: CustomCall | None = None
 
-    @model_validator(mode="after")
-    def _one(self) -> Call:
-        if self.function is None and self.custom is None:
-            raise ValueError("give its 'function'")
-        return self
-
     def shown(self, service: Service) -> dict[str, Any]:
         """Return the call as chat templates take it."""
         called: Any = self.function or self.custom
         arguments = called.arguments if self.function else {"input": called.input}
         function = {"name": called.name, "arguments": shown_arguments(service, arguments)}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Return the calls that a client lists: `{}` is no call, and an object is one. A call may have
+    its name and arguments at its top."""
+    calls = [value] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [_nested(call) for call in calls if call and isinstance(call, dict)]
+
+
+def _nested(call: dict[str, Any]) -> dict[str, Any]:
+    function, custom = call.get("function"), call.get("custom")
+    own = {"id": call.get("id")}
+    if isinstance(custom, dict) and not isinstance(function, dict):
+        return {**own, "custom": custom}
+    return {**own, "function": function if isinstance(function, dict) else call}
 
 
 class AssistantMessage(OpenFields):
@@ -108,19 +119,27 @@ class AssistantMessage(OpenFields):
     reasoning_content: Echoed = ""
     reasoning: Echoed = ""
     thinking: Echoed = ""
-    tool_calls: Items[Call] = Field([])
-    function_call: Annotated[CalledFunction | None, BeforeValidator(lambda call: call or None)] = (
-        None
-    )
+    tool_calls: Annotated[list[Call], BeforeValidator(_calls)] = Field([])
+    function_call: Annotated[list[Call], BeforeValidator(_calls)] = Field([])
     """A call in the form before `tool_calls`."""
 
 
 AnyMessage = Annotated[Message | ToolMessage | AssistantMessage, OneOf("role")]
 
 
-class Tool(OpenFields):
-    type: Literal["function"] = "function"
+class FunctionTool(OpenFields):
+    type: Literal["function"]
     function: Function
+
+
+def _typed(value: Any) -> Any:
+    """Return a tool with its type, which some clients leave out."""
+    if isinstance(value, dict) and value.get("type") is None:
+        return {**value, "type": "function"}
+    return value
+
+
+Tool = Annotated[FunctionTool | OtherTool, OneOf("type", other=OtherTool), BeforeValidator(_typed)]
 
 
 def _template_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +159,7 @@ class Body(ChunkBody):
     parallel_tool_calls: bool = True
     response_format: Format = ()
     logprobs: bool = False
-    top_logprobs: Annotated[Count, Field(le=MOST_LOGPROBS)] = 0
+    top_logprobs: Annotated[CountOrOff, Field(le=MOST_LOGPROBS)] = 0
     enable_thinking: Asked | None = None
     think: Asked | None = None
     thinking: Asked | None = None
@@ -177,7 +196,9 @@ def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
     service.check_model(body.model)
     check_messages(body)
-    tools = [tool.function.tool() for tool in body.tools]
+    functions = [tool for tool in body.tools if isinstance(tool, FunctionTool)]
+    check_provided(body.tools, functions)
+    tools = [tool.function.tool() for tool in functions]
     check_tools(tools, body.tool_choice)
     asked = asked_by_template_options(body.chat_template_kwargs)
     asked += [(name, getattr(body, name)) for name in ASKING]
@@ -224,10 +245,7 @@ def _message(message: Message | ToolMessage | AssistantMessage, service: Service
         found["content"] = text or message.refusal
         if reasoning := message.reasoning_content or message.reasoning or message.thinking:
             found["reasoning_content"] = reasoning
-        calls = message.tool_calls
-        if not calls and message.function_call:
-            calls = [Call.model_construct(function=message.function_call)]
-        if calls:
+        if calls := message.tool_calls or message.function_call:
             found["tool_calls"] = [call.shown(service) for call in calls]
     return found
 

@@ -12,10 +12,11 @@ from pydantic import BeforeValidator, Field
 from mlx_moeflux.server.assemble import LENGTH, Delta
 from mlx_moeflux.server.calls import CallPart
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, TokenLimit
+from mlx_moeflux.server.fields import CountOrOff, Fields, Items, OneOf, OpenFields, TokenLimit
 from mlx_moeflux.server.protocols.content import (
     Arguments,
     Content,
+    Echoed,
     Label,
     OtherPart,
     check_newest,
@@ -26,6 +27,7 @@ from mlx_moeflux.server.protocols.openai import (
     Format,
     Function,
     OpenAIBody,
+    OtherTool,
     ToolChoice,
     event,
     logprobs,
@@ -56,10 +58,6 @@ OUTPUTS = ("output", "result", "status")
 """Fields of calls and results of tools that are no functions; the first that is there counts."""
 
 
-class ReasoningPart(OpenFields):
-    text: str = ""
-
-
 class Message(OpenFields):
     type: Literal["message", None] = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -68,8 +66,8 @@ class Message(OpenFields):
 
 class FunctionCall(OpenFields):
     type: Literal["function_call"]
-    namespace: str | None = None
-    name: str
+    namespace: Echoed = ""
+    name: Echoed = ""
     arguments: Arguments = Field({})
     call_id: Label = ""
 
@@ -82,7 +80,8 @@ class FunctionCallOutput(OpenFields):
 
 class ReasoningItem(OpenFields):
     type: Literal["reasoning"]
-    content: Items[ReasoningPart] = Field([])
+    content: Annotated[Content, contents()] = Content()
+    summary: Annotated[Content, contents("\n")] = Content()
 
 
 class OtherItem(OtherPart):
@@ -91,12 +90,6 @@ class OtherItem(OtherPart):
 
 class FunctionTool(Function):
     type: Literal["function"]
-
-
-class OtherTool(OpenFields):
-    """A tool that the provider would run; it is not offered to the model."""
-
-    type: str
 
 
 class OtherGroupedTool(OpenFields):
@@ -163,7 +156,7 @@ def _as_function(item: Any) -> Any:
     if kind.endswith("_output"):
         # A result of `local_shell` has the id of its call in `id`.
         found = {"call_id": item.get("call_id", item.get("id"))}
-        output = next((item[name] for name in OUTPUTS if item.get(name)), None)
+        output = next((item[name] for name in OUTPUTS if item.get(name) not in (None, "")), None)
         return {"type": "function_call_output", "output": output, **found}
     if item.get("call_id") is None:
         return item
@@ -191,8 +184,7 @@ class Body(OpenAIBody):
     text: TextOptions = TextOptions()
     stream_options: StreamOptions | None = None
     include: list[Any] = Field([])
-    top_logprobs: Annotated[Count, Field(le=MOST_LOGPROBS)] = 0
-    truncation: Literal["disabled"] = "disabled"
+    top_logprobs: Annotated[CountOrOff, Field(le=MOST_LOGPROBS)] = 0
 
 
 def read(body: Body, service: Service) -> GenerationRequest:
@@ -283,7 +275,7 @@ def _messages(body: Body, service: Service) -> list[dict[str, Any]]:
             result = {"role": "tool", "content": item.output.text, "tool_call_id": item.call_id}
             messages.append(result)
         elif isinstance(item, ReasoningItem):
-            if reasoning := "".join(part.text for part in item.content):
+            if reasoning := item.content.text or item.summary.text:
                 _assistant(messages)["reasoning_content"] = reasoning
         elif isinstance(item, ToolsItem):
             if item.call_id:
@@ -316,6 +308,60 @@ def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> di
     return last
 
 
+def _response(
+    request: GenerationRequest, service: Service, status: str, error: RequestError | None
+) -> dict[str, Any]:
+    """Return a response without items."""
+    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": error and {"code": error.code or "server_error", "message": str(error)},
+        "incomplete_details": cut,
+        "instructions": None,
+        "max_output_tokens": None if request.max_tokens == UNLIMITED else request.max_tokens,
+        "model": service.options.name,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": request.sampling.temperature,
+        "tool_choice": request.tool_choice,
+        "tools": [],
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+        "metadata": {},
+        "usage": None,
+    }
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
+        "total_tokens": prompt + completion,
+    }
+
+
+def refused_stream(found: RequestError, request: GenerationRequest, service: Service) -> str:
+    """Return the events of a stream that is refused because its prompt is too long.
+
+    Codex shortens a conversation by this event, and gives it up on a status of 400.
+    """
+    failed = _response(request, service, "failed", found)
+    started = {**failed, "status": "in_progress", "error": None}
+    events = (("response.created", started), ("response.failed", failed))
+    return "".join(
+        event({"type": kind, "sequence_number": i, "response": response}, kind)
+        for i, (kind, response) in enumerate(events)
+    )
+
+
 class Stream:
     """One response while it comes: its items, and the events about them."""
 
@@ -328,39 +374,12 @@ class Stream:
         self._finish: str | None = None
 
     def body(self, status: str, error: RequestError | None = None) -> dict[str, Any]:
-        request, generation = self._generation.request, self._generation
-        done = status != "in_progress"
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": error and {"code": error.code or "server_error", "message": str(error)},
-            "incomplete_details": cut,
-            "instructions": None,
-            "max_output_tokens": None if request.max_tokens == UNLIMITED else request.max_tokens,
-            "model": self._service.options.name,
-            "output": self._items if done else [],
-            "parallel_tool_calls": request.parallel_tool_calls,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": request.sampling.temperature,
-            "tool_choice": request.tool_choice,
-            "tools": [],
-            "top_p": request.sampling.top_p,
-            "truncation": "disabled",
-            "metadata": {},
-            "usage": {
-                "input_tokens": generation.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": generation.cached_tokens},
-                "output_tokens": generation.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
-                "total_tokens": generation.prompt_tokens + generation.completion_tokens,
-            }
-            if done
-            else None,
-        }
+        generation, done = self._generation, status != "in_progress"
+        found = _response(generation.request, self._service, status, error)
+        own = {"id": self._id, "created_at": self._created}
+        if done:
+            own |= {"output": self._items, "usage": _usage(generation)}
+        return found | own
 
     def start(self) -> str:
         body = self.body("in_progress")
