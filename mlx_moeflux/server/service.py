@@ -180,6 +180,8 @@ class Service:
         """Return messages in the first form that the template takes, and their ids."""
         try:
             return messages, self._ids(messages, "messages", given)
+        except PromptTooLong:
+            raise
         except RequestError:
             for changed in other_forms(messages, field):
                 with contextlib.suppress(RequestError):

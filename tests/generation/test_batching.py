@@ -601,8 +601,12 @@ def test_memory_shortens_a_reply(hybrid):
             generator.fitting(fits, 1)
         with pytest.raises(CacheError, match="prompt has 600 tokens > 512 that the context"):
             generator.fitting(600, 1)
+        assert generator.prompt_room() == fits - 1
     with BatchGenerator(hybrid) as generator:
         assert generator.fitting(500, -1) == 13
+        assert generator.prompt_room() == 512
+    with BatchGenerator(hybrid, state_bytes=1) as generator:
+        assert generator.prompt_room() == 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -494,8 +494,8 @@ HISTORY = {
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """Yield a history with each value in it replaced by one of each JSON type. What says which kind
-    of message or block it is stays."""
+    """Yield a history with each value in it replaced by one of each JSON type. Roles and types
+    stay."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         if key in ("role", "type"):

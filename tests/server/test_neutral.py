@@ -1,5 +1,4 @@
-"""Oracle: other servers' documents, by which a value of a field changes nothing; and the request
-without the field."""
+"""Oracle: the same request without the field, and other servers' documents."""
 
 from __future__ import annotations
 

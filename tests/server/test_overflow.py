@@ -1,5 +1,5 @@
-"""Oracle: what a prompt may have, tried out, and the phrases by which published agents tell that a
-prompt is too long. They read the text, not the code, and shorten the conversation."""
+"""Oracle: prompts of one token more and less, and the phrases of published agents. These read the
+text of a refusal, not its code, and then shorten the conversation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tests.server.conftest import LIMITS, events_of, served, with_limits
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 CATALOGUE = "/v1/models?client_version=1"
 
-# What agents look for (November 2026): pi 0.73 and 1.6, Claude Code 2.1, opencode 1.18, Cline,
-# Codex 0.171, Zed, litellm (aider).
+# Of pi 0.73 and 1.6, Claude Code 2.1, opencode 1.18, Cline, Zed and litellm, as published.
 PHRASES = {
     "pi, by Anthropic's words": r"(?i)prompt is too long",
     "pi and opencode, by OpenRouter's": r"(?i)maximum context length is \d+ tokens",
@@ -40,7 +39,7 @@ def asked(path, ids, tokenizer):
 
 
 def said_room(server):
-    """What each answer says that a prompt may have, by its place."""
+    """Place -> tokens of a prompt, as each answer states them."""
     entry, props = server.ask("/v1/models")[1]["data"][0], server.ask("/props")[1]
     catalogue = server.ask(CATALOGUE)[1]
     found = {"codex": catalogue["models"][0]["context_window"]}
@@ -72,7 +71,7 @@ def small(request, tiny):
 
 
 def test_what_is_said_is_what_a_prompt_may_have(tiny, small):
-    """One token more is refused, and both numbers are told."""
+    """The refusal of one token more has both numbers."""
     _, server, room = small
     assert set(said_room(server).values()) == {room}
     assert 256 <= room < tiny[0].config.max_position_embeddings
