@@ -1,4 +1,4 @@
-"""MLX's back end: availability, description, environment variables, and its one process."""
+"""MLX's back end: availability, description, environment variables; its one process and cores."""
 
 from __future__ import annotations
 
@@ -114,6 +114,12 @@ def describe_backend() -> str:
     kind = "metal" if mx.metal.is_available() else "cuda"
     name = mx.device_info(mx.gpu).get("device_name", "unknown device")
     return f"mlx {version}, {kind}, {name}"
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use, as far as the system says."""
+    allowed = getattr(os, "sched_getaffinity", None)  # macOS has none
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def clear_at_thread_end() -> None:

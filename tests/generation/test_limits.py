@@ -12,7 +12,7 @@ import threading
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux import BatchGenerator, generate, load, stream_generate
+from mlx_moeflux import BatchGenerator, backend, generate, load, stream_generate
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation import memory
 from mlx_moeflux.generation.memory import LIMITS, Limits, Needs, parse_wired_memory
@@ -283,3 +283,11 @@ def test_loading_sets_what_the_gpu_reads_and_importing_changes_nothing(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [expected]
+
+
+def test_cores_are_those_of_the_process_where_the_system_says_so(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5}, raising=False)
+    assert backend.usable_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert backend.usable_cores() == 8

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 
 import numpy as np
 
+from mlx_moeflux.backend import usable_cores
 from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.experts.io.file_readers import FileReader
 from mlx_moeflux.experts.io.native_pool import (
@@ -134,7 +134,7 @@ class Desk:
         plan = _Plan(
             *(ctypes.addressof(self._structs), memory.common, memory.staging),
             *(memory.pulled, len(shelves), memory.k, pool.reader.alignment, STEP, memory.room),
-            *(memory.parts, min(pool.count, max(_cores() - 2, 1), MOST_READERS), rate),
+            *(memory.parts, min(pool.count, max(usable_cores() - 2, 1), MOST_READERS), rate),
         )
         self._handle = c_void_p()
         used = memory, self._structs, self._counts, shelves
@@ -209,11 +209,6 @@ def _close(library: ctypes.CDLL, handle: c_void_p, process: int, used: object) -
     used: What they use; it lives until then, also if all of it is garbage."""
     if os.getpid() == process:
         library.desk_close(ctypes.byref(handle))
-
-
-def _cores() -> int:
-    found = getattr(os, "sched_getaffinity", None)
-    return len(found(0)) if found else os.cpu_count() or 1
 
 
 def _runs(reader: FileReader) -> list[list[int]]:

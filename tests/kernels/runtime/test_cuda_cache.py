@@ -254,7 +254,7 @@ def test_mlx_compiles_what_cannot_be_compiled_or_kept(on_cuda, compiler, error, 
 def test_gathered_kernels_compile_side_by_side_and_are_there_at_the_end(
     on_cuda, compiler, monkeypatch
 ):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(cuda_cache, "usable_cores", lambda: 2)
     cuda_cache._pool.cache_clear()
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     cache, both = on_cuda(), threading.Barrier(2)

@@ -30,6 +30,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux import user_cache
+from mlx_moeflux.backend import usable_cores
 from mlx_moeflux.kernels.runtime import source
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc
@@ -188,7 +189,7 @@ class Cache:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(MOST_THREADS, usable_cores())
     return ThreadPoolExecutor(threads, thread_name_prefix="moeflux-compile")
 
 
