@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -130,13 +131,39 @@ def read_json_object(file: Path, *, error: type[MoefluxError] = CheckpointError)
     return parse_json_object(read_whole(file, error=error), file, what="content", error=error)
 
 
-def open_regular(file: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a regular file and return its descriptor.
+_uncached = False
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Pass the page cache by, see :func:`pass_page_cache`, in each file that :func:`open_regular`
+    opens meanwhile, in any thread."""
+    global _uncached
+    before, _uncached = _uncached, True
+    try:
+        yield
+    finally:
+        _uncached = before
+
+
+def pass_page_cache(fd: int) -> bool:
+    """Let reads and writes of an open file leave no pages in memory; False where the system cannot.
+    macOS can (F_NOCACHE), and takes pages that are in memory already from there."""
+    if not hasattr(fcntl, "F_NOCACHE"):
+        return False
+    fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+    return True
+
+
+def open_regular(file: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file and return its descriptor. mode: Of a file that is made.
 
     A pipe would be waited for, a device read without end: these raise OSError at once.
     """
-    fd = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if stat.S_ISREG(os.fstat(fd).st_mode):
+        if _uncached:
+            pass_page_cache(fd)
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, "it is no regular file", os.fspath(file))

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.checkpoint.files import in_groups, tagged, write_atomically, write_exact
+from mlx_moeflux.checkpoint.files import (
+    in_groups,
+    open_regular,
+    tagged,
+    write_atomically,
+    write_exact,
+)
 from mlx_moeflux.checkpoint.tensors import INDEX_NAME, SINGLE_NAME, Shaped
 from mlx_moeflux.errors import CheckpointError
 
@@ -68,8 +74,8 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         try:
             for number, shard in enumerate(self._shards):
-                fd = os.open(self._temporary(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
-                self._fds.append(fd)
+                flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR
+                self._fds.append(open_regular(self._temporary(number), flags, 0o644))
                 self._start(number, shard)
         except BaseException as error:
             self._discard()

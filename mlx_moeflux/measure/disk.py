@@ -7,10 +7,8 @@ measure anew.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_moeflux import user_cache
-from mlx_moeflux.checkpoint.files import nearest_existing, read_json_object
+from mlx_moeflux.checkpoint.files import nearest_existing, pass_page_cache, read_json_object
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs
 from mlx_moeflux.errors import ExpertFileError, InputError, UnsupportedError
 from mlx_moeflux.experts.io.layout import RAW
@@ -134,8 +132,7 @@ def _largest_file(place: Path) -> Path | None:
 
 def _fill(fd: int) -> None:
     """Write random bytes to a file, past the page cache where the system allows."""
-    if sys.platform == "darwin":
-        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+    pass_page_cache(fd)
     deadline = time.perf_counter() + WRITE_SECONDS
     chunk = np.random.default_rng().bytes(4 * BLOCK_BYTES)
     for _ in range(FILE_BYTES // len(chunk)):

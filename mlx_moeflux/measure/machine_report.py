@@ -30,6 +30,7 @@ from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import verdicts
+from mlx_moeflux.measure.benchmark.pages import cold_reads
 
 # Version of the JSON file.
 FORMAT = 1
@@ -37,6 +38,8 @@ FORMAT = 1
 SECONDS = 600.0
 # The shape of the synthetic model, its layers and the prompt, on a GPU and on a CPU.
 ON_GPU, ON_CPU = ("qwen3.5-35b-a3b", 4, 512), ("qwen3.5-small", 8, 64)
+# The prompt of the bundled model, and what each trial does.
+PROMPT, TRIALS = 64, ("--generation-tokens", "33", "--num-trials", "3")
 # Of mx.device_info().
 LIMITS = ("memory_size", "max_recommended_working_set_size", "max_buffer_length", "resource_limit")
 
@@ -113,20 +116,20 @@ def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> lis
     one of a few layers. strict_config: See ``load``."""
 
     def benchmark(name: str, title: str, seconds: float, *arguments: str) -> Step:
-        short = ("--generation-tokens", "33", "--num-trials", "3")
         out = ("--markdown", str(folder / f"{name}.md"))
-        return Step(name, title, ("benchmark", *arguments, *short, *out), seconds, table=True)
+        return Step(name, title, ("benchmark", *arguments, *TRIALS, *out), seconds, table=True)
 
     budgets = ("--expert-memory", "100%,50%,25%,12.5%")
+    fewer = (*budgets[:1], "100%,50%,25%")
     found = [
         Step("check", "Stock operations and kernels", ("check",), 240),
-        benchmark("bundled", "The bundled model", 120, "-p", "64", *budgets[:1], "100%,50%,25%"),
+        benchmark("bundled", "The bundled model", 120, "-p", str(PROMPT), *fewer),
     ]
     if model is None:
         shape, layers, prompt = ON_CPU if device.kind() == "cpu" else ON_GPU
         found.append(
             benchmark(
-                *("synthetic", f"{layers} layers of {shape}, cold disk", 300),
+                *("synthetic", f"{layers} layers of {shape}, {cold_reads().title}", 300),
                 *("-p", str(prompt), "--synthetic", shape, "--layers", str(layers), *budgets),
                 *("--cold", "--synthetic-dir", str(folder / "synthetic")),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import window
+from mlx_moeflux.checkpoint.files import pass_page_cache, window
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.errors import ExpertFileError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges, Piece, Run, copy_into
@@ -198,10 +196,9 @@ class DirectReader(FileReader):
         if self._bounces:
             os.preadv(self._fds[0], [self._buffer()[1][:DIRECT_ALIGNMENT]], 0)
             return
-        if sys.platform != "darwin":
-            raise OSError(0, "this system has no direct reads")
         for fd in self._fds:
-            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+            if not pass_page_cache(fd):
+                raise OSError(0, "this system has no direct reads")
 
     def read_staged(self, run: Run, buffer: memoryview) -> int:
         """See :meth:`FileReader.read_staged`: without another copy."""

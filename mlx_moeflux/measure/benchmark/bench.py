@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from itertools import product
@@ -21,6 +21,7 @@ import numpy as np
 
 from mlx_moeflux._version import __version__
 from mlx_moeflux.backend import describe_backend
+from mlx_moeflux.checkpoint.files import uncached
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import measure_memory, parse_budget
@@ -70,7 +71,7 @@ class Options:
     batch_sizes: Sequences. All are swept.
     compare: "mlx-lm" or None.
     cold: Empty the page cache and the banks before every trial, and the page cache after every
-        token.
+        token; where it cannot be emptied, pass it by. See :func:`.pages.cold_reads`.
     profile: Time the stages of a prompt, decode steps and batched steps after the trials.
     trace: A file for its slices.
     capture: Options of :func:`~mlx_moeflux.measure.profile.capture.gpu_capture` for one more run.
@@ -120,8 +121,13 @@ class Options:
             raise InputError("with fewer experts a token there is nothing to compare with.")
         if self.capture is not None:
             check_capture(self.capture["file"])
-        if self.cold and not hasattr(os, "posix_fadvise"):
-            raise InputError("this system cannot empty its page cache; leave out --cold.")
+        if self.cold and not pages.can_evict():
+            fills = "mlx-lm" if self.compare else "the reader 'mmap'"
+            if self.compare or self.reader == "mmap":
+                raise InputError(
+                    f"{fills} reads through the page cache, which this system cannot empty; leave "
+                    "it or --cold out."
+                )
 
 
 Say = Callable[[str], None]
@@ -158,8 +164,9 @@ def benchmark(
         MoefluxError: Another kind: an option, the checkpoint, the memory.
     """
     options.check()
-    bench = _Bench(Path(directory), options, say)
-    return bench.report(name or Path(directory).name, command)
+    with uncached() if options.cold else nullcontext():
+        bench = _Bench(Path(directory), options, say)
+        return bench.report(name or Path(directory).name, command)
 
 
 class _Bench:
@@ -184,7 +191,10 @@ class _Bench:
             exact=[],
             command=command,
             options=options.as_dict(),
+            page_cache=pages.cold_reads().note if options.cold else "",
         )
+        if report.page_cache:
+            self.say(report.page_cache)
         with ExitStack() as stack:
             theirs = None
             if options.compare:

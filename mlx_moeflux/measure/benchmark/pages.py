@@ -2,18 +2,22 @@
 
 A file that was read once is read from memory the next time; without these acts nothing that
 streams is measured. Eviction needs ``posix_fadvise`` and looking needs ``mincore`` (Linux);
-elsewhere the answers are None, and a measurement says that it is unverified.
+elsewhere the answers are None, and a measurement says that it is unverified. macOS can read and
+write a file so that no pages stay in memory, see
+:func:`~mlx_moeflux.checkpoint.files.pass_page_cache`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +27,37 @@ COLD_SHARE = 0.02
 """Pages that may stay when the page cache was emptied."""
 
 
+class ColdReads(NamedTuple):
+    """A way to read the disk and not the page cache. title: A few words for it. note: A sentence
+    for reports if this does not empty the page cache."""
+
+    title: str
+    note: str = ""
+
+
+def cold_reads() -> ColdReads:
+    """Return the way of this system."""
+    if can_evict():
+        return ColdReads("cold disk")
+    if hasattr(fcntl, "F_NOCACHE"):
+        return ColdReads(
+            "past the page cache",
+            "The page cache was not emptied: files are written and read past it (F_NOCACHE), but "
+            "what was in memory before is read from there.",
+        )
+    return ColdReads(
+        "page cache not emptied", "The page cache was not emptied: this system offers no way."
+    )
+
+
+def can_evict() -> bool:
+    """Return whether :func:`evict` can empty the page cache."""
+    return hasattr(os, "posix_fadvise")
+
+
 def evict(files: Iterable[Path]) -> bool:
     """Drop the clean pages of `files` from the page cache; False where that is impossible."""
-    if not hasattr(os, "posix_fadvise"):
+    if not can_evict():
         return False
     for file in files:
         fd = os.open(file, os.O_RDONLY)

@@ -124,7 +124,10 @@ class Run:
 
 @dataclass
 class Report:
-    """Everything, for the last line of JSON, the table and the curves."""
+    """Everything, for the last line of JSON, the table and the curves.
+
+    page_cache: What is known of it, if it was to be emptied and could not be.
+    """
 
     model: str
     machine: str
@@ -135,6 +138,7 @@ class Report:
     options: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
     peak_process: float | None = None
+    page_cache: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, with the percent of the limit."""
@@ -224,7 +228,7 @@ def markdown(report: Report) -> str:
         f"{options['trials']} trials of "
         f"{options['generation_tokens']} tokens: medians, ranges in brackets. A token reads "
         f"{format_bytes(card['step_bytes'])} at {card['positions']} positions; measured memory "
-        f"{card['memory'] / 1e9:.1f} GB/s{disk}.",
+        f"{card['memory'] / 1e9:.1f} GB/s{disk}." + f" {report.page_cache}".rstrip(),
         "",
         *(f"- {line}" for line in report.exact),
         "",

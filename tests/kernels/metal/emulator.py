@@ -71,7 +71,8 @@ _ODD_ARRAY = re.compile(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*[;\[=,]")
 
 def missing() -> str | None:
     """Why the emulator cannot run here, or None."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    system, machine = getattr(sys, "emulated_on", (sys.platform, platform.machine()))
+    if system != "linux" or machine not in ("x86_64", "aarch64"):
         return "the emulator needs Linux on x86-64 or AArch64"
     if shutil.which(COMPILER) is None:
         return f"the emulator needs {COMPILER}"
