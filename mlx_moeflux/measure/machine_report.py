@@ -137,7 +137,8 @@ def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> lis
     else:
         compare = ("--compare", "mlx-lm") if util.find_spec("mlx_lm") else ()
         strict = () if strict_config else ("--no-strict-config",)
-        arguments = ("-p", "512", "--model", model, "--expert-memory", "auto,25%", *strict)
+        prompt = str(ON_GPU[-1])
+        arguments = ("-p", prompt, "--model", model, "--expert-memory", "auto,25%", *strict)
         found.append(benchmark("model", "The checkpoint", 400, *arguments, *compare))
     if device.kind() == "metal":
         found.append(

@@ -276,7 +276,7 @@ def test_interrupted_at_lines_of_the_hand_over(opened, pulls, known, every):
 
 
 @pytest.mark.parametrize("family", ["qwen4-exp-tiny", "deepseek-tiny"])
-def test_other_kinds_of_state(two_layers, pulls, family):
+def test_other_kinds_of_state(two_layers, pulls, family, buffers_are_free):
     """N-grams that are fed before a step, and latents; a step fails, and is made again."""
     path = two_layers / family
     with load_model(path, expert_memory="100%") as model:

@@ -10,6 +10,7 @@ import resource
 import runpy
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,6 +128,8 @@ def small_measurements(home: Path) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine_report, "steps", unhurried)
+        # mlx-lm computes on MLX's own Metal, which is not emulated: it is not installed.
+        patch.setattr(machine_report, "util", types.SimpleNamespace(find_spec=lambda name: None))
         patch.setattr(compare_quality, "PROMPTS", prompts)
         patch.setattr(machine_report, "ON_GPU", ("qwen3.5-tiny", 2, 4))
         patch.setattr(machine_report, "PROMPT", 4)

@@ -237,6 +237,13 @@ def _memory(put: Put) -> None:
         return known.get(name) or call(name)
 
     put(os, "sysconf", sysconf)
+    usage = resource.getrusage
+
+    def getrusage(who):
+        found = tuple(usage(who))
+        return resource.struct_rusage((*found[:2], found[2] * 1024, *found[3:]))  # bytes, not KiB
+
+    put(resource, "getrusage", getrusage)
 
     class Library(ctypes.CDLL):
         """A library; that of the process has :func:`sysctlbyname`."""
