@@ -20,6 +20,7 @@ import select
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -185,9 +186,10 @@ def sysctlbyname(name: bytes, old, length, new, newlength) -> int:
     if value is None:
         ctypes.set_errno(errno.ENOENT)
         return -1
-    small = isinstance(value, int) and name != b"hw.memsize"
-    if isinstance(value, int):
-        data = value.to_bytes(4 if small else 8, "little")
+    if name == b"vm.swapusage":  # total, left, used, bytes of a page, encrypted
+        data = struct.pack("<QQQII", 0, 0, 0, PAGE, 1)
+    elif isinstance(value, int):
+        data = value.to_bytes(8 if name == b"hw.memsize" else 4, "little")
     else:
         data = value.encode() + b"\0"
     length = getattr(length, "_obj", length)
