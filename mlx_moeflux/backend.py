@@ -7,6 +7,7 @@ import sys
 import threading
 
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.installation import install_command
 
 DEVICE_VARIABLES = {
     # Lets Metal finish long command buffers while the display needs the GPU.
@@ -98,8 +99,8 @@ def require_mlx() -> None:
         import mlx.core  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"MLX has no back end on this machine ({error}); install one of the extras: pip "
-            "install 'mlx_moeflux[cpu]', 'mlx_moeflux[cuda12]' or 'mlx_moeflux[cuda13]'."
+            f"MLX has no back end on this machine ({error}); install the extra 'cpu', 'cuda12' or "
+            f"'cuda13', such as with {install_command('mlx_moeflux[cpu]')}."
         ) from error
 
 

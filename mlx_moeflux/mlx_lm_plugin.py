@@ -26,6 +26,7 @@ from mlx_moeflux.cache import (
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.installation import install_command
 from mlx_moeflux.kernels.linear.quantised import FLOATS
 
 # mlx-lm's own functions by name, kept when they are first replaced.
@@ -99,7 +100,9 @@ def register_cache_classes() -> None:
     try:
         from mlx_lm.models import cache
     except ImportError as error:
-        raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
+        raise UnsupportedError(
+            f"mlx-lm is not installed here; install it with {install_command('mlx-lm')}."
+        ) from error
     packed = (
         quantized(kind, bits=bits, group_size=size, dtype=dtype)
         for kind, bits, size, dtype in product(

@@ -37,6 +37,7 @@ RANK = {
     "checks": 11,
     "errors": 12,
     "user_cache": 11,
+    "installation": 11,
     "_version": 11,
     "state_arrays": 8,
 }

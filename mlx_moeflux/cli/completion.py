@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.installation import install_command
 
 NEEDS_MLX = False
 SHELLS = ("bash", "zsh", "fish")
@@ -35,7 +36,8 @@ def completion_script(shell: str) -> str:
         import shtab
     except ImportError:
         raise UnsupportedError(
-            "completion scripts need shtab; install it with pip install 'mlx_moeflux[completion]'."
+            "completion scripts need shtab; install it with "
+            f"{install_command('mlx_moeflux[completion]')}."
         ) from None
     from mlx_moeflux.cli import COMMANDS, make_parser
 

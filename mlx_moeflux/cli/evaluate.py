@@ -14,6 +14,7 @@ from mlx_moeflux.cli.common import (
     refuse,
 )
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.installation import install_command
 
 # Flags that mlx-lm's program reads itself, with its own defaults.
 PASSED = ("--output-dir", "--batch-size", "--num-shots", "--max-tokens", "--limit", "--seed")
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         from mlx_lm import evaluate
     except ImportError as error:
-        raise UnsupportedError(f"evaluate needs lm-eval ({error}); pip install lm-eval.") from error
+        raise UnsupportedError(
+            f"evaluate needs lm-eval ({error}); install it with {install_command('lm-eval')}."
+        ) from error
     # mlx-lm takes a path or an id, and no revision.
     model = name.place
     if name.revision is not None:

@@ -33,6 +33,7 @@ from mlx_moeflux.cli.common import (
     refuse,
 )
 from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.installation import install_command
 
 WAITS = True
 REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
@@ -93,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"the server needs the extra 'server' ({error}); pip install 'mlx_moeflux[server]'."
+            f"the server needs the extra 'server' ({error}); install it with "
+            f"{install_command('mlx_moeflux[server]')}."
         ) from error
     from mlx_moeflux import loading
     from mlx_moeflux.server.app import make_app

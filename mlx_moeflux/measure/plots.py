@@ -23,6 +23,7 @@ from mlx_moeflux.experts.telemetry.bounds import (
 from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Trace
+from mlx_moeflux.installation import install_command
 
 # Okabe and Ito's colours; every line has a marker of its own besides.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -229,7 +230,7 @@ def _matplotlib() -> Any:
         import matplotlib
     except ImportError:
         raise UnsupportedError(
-            "pictures need matplotlib; install it with pip install 'mlx_moeflux[plot]'."
+            f"pictures need matplotlib; install it with {install_command('mlx_moeflux[plot]')}."
         ) from None
     return matplotlib
 

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_moeflux.cli import ALIASES, COMMANDS, main
 from mlx_moeflux.cli.completion import SHELLS, completion_script
+from mlx_moeflux.installation import install_command
 
 # Prints the completions of the last word, one a line.
 BASH = """
@@ -92,5 +93,5 @@ def test_without_shtab_one_line_names_the_extra(monkeypatch, capsys):
     assert main(["completion", "bash"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "pip install 'mlx_moeflux[completion]'" in err
+    assert install_command("mlx_moeflux[completion]") in err
     assert len(err.splitlines()) == 1

@@ -33,6 +33,7 @@ from mlx_moeflux.experts.telemetry.events import (
     ReadEnd,
     Resize,
 )
+from mlx_moeflux.installation import install_command
 
 FORMAT, VERSION = "mlx_moeflux.trace", 1
 MAX_HEADER_BYTES = 1 << 20
@@ -232,7 +233,7 @@ class Trace:
             import pandas
         except ImportError:
             raise UnsupportedError(
-                "a table needs pandas; install it with pip install 'mlx_moeflux[pandas]'."
+                f"a table needs pandas; install it with {install_command('mlx_moeflux[pandas]')}."
             ) from None
         return pandas.DataFrame(self.to_numpy())
 

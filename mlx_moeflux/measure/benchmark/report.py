@@ -12,6 +12,7 @@ from typing import Any
 from mlx_moeflux.checkpoint.files import read_whole, write_output
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.budget import format_bytes
+from mlx_moeflux.installation import install_command
 from mlx_moeflux.measure.benchmark.sides import Timing
 
 
@@ -298,7 +299,8 @@ def require_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
-            "matplotlib draws the plot and is not installed; pip install 'mlx_moeflux[plot]'."
+            "matplotlib draws the plot and is not installed; install it with "
+            f"{install_command('mlx_moeflux[plot]')}."
         ) from error
     return Figure
 

@@ -20,6 +20,7 @@ import numpy as np
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 from mlx_moeflux.generation import loop
 from mlx_moeflux.generation.memory import LIMITS, Needs
+from mlx_moeflux.installation import install_command
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.measure.benchmark.exact import DECODE_TOKENS, forced_logits
 
@@ -215,7 +216,9 @@ class MlxLm:
         try:
             from mlx_lm.utils import load_model
         except ImportError as error:
-            raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
+            raise UnsupportedError(
+                f"mlx-lm is not installed here; install it with {install_command('mlx-lm')}."
+            ) from error
         before = held_memory()
         self.model: Any = None
         try:

@@ -1,6 +1,7 @@
 """Oracle: what was given to the writer, and the struct module."""
 
 import json
+import re
 import struct
 import sys
 import time
@@ -26,6 +27,7 @@ from mlx_moeflux.experts.telemetry.events import (
     joined,
 )
 from mlx_moeflux.experts.telemetry.trace import Result, Trace, TraceInfo, TraceWriter
+from mlx_moeflux.installation import install_command
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.experts.helpers import K, random_call
 
@@ -245,7 +247,7 @@ def test_a_table_of_pandas_has_the_same_columns(file):
 
 def test_without_pandas_one_line_names_the_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'mlx_moeflux\[pandas\]'"):
+    with pytest.raises(UnsupportedError, match=re.escape(install_command("mlx_moeflux[pandas]"))):
         Trace.open(file).to_pandas()
 
 
