@@ -217,6 +217,24 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+def test_ci_runs_the_commands_of_the_readme():
+    """On Linux .ci/run makes the venv and asks pip to be quiet."""
+    wanted = [
+        command.strip()
+        for block in blocks_of(ROOT / "README.md")
+        if block.why is not None and "CI job" in block.why
+        for line in block.code.splitlines()
+        for command in line.split("&&")
+    ]
+    assert len(wanted) == 4
+    mac = (ROOT / ".github" / "workflows" / "macos.yml").read_text(encoding="utf-8")
+    linux = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in wanted:
+        assert command in mac, command
+    for command in wanted[2:]:
+        assert command.removeprefix("pip install ") in linux, command
+
+
 def test_flags_of_other_blocks_exist(capsys):
     """A block that is not run, or only with -m slow, still parses."""
     for page in PAGES_WITH_BLOCKS:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from time import perf_counter, sleep
 
@@ -239,6 +240,27 @@ def test_other_readers_and_machines_without_a_compiler_read_in_python(
     try:
         assert native_pool.library() is None
         assert not NativePool.serves(reader)
+    finally:
+        native_pool.library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "refusal", [FileNotFoundError("xcode-select"), subprocess.CalledProcessError(2, "xcode-select")]
+)
+def test_a_mac_without_command_line_tools_reads_in_python(refusal, monkeypatch, tmp_path):
+    asked = []
+
+    def run(command, **_):
+        asked.append(command[0])
+        raise refusal
+
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_pool.sys, "platform", "darwin")
+    monkeypatch.setattr(native_pool.subprocess, "run", run)
+    native_pool.library.cache_clear()
+    try:
+        assert native_pool.library() is None
+        assert asked == ["xcode-select"]
     finally:
         native_pool.library.cache_clear()
 
