@@ -86,6 +86,8 @@ def quoted(path: str) -> str:
 def section(name: str, heading: str) -> str:
     """Return the text below ``## heading`` of a file in the repository, up to the next heading.
 
+    Links into docs/ become those of a page in that folder.
+
     Raises:
         LookupError: The file has no such heading.
     """
@@ -95,7 +97,7 @@ def section(name: str, heading: str) -> str:
     )
     if found is None:
         raise LookupError(f"{name} has no heading '{heading}'")
-    return found[1].strip()
+    return found[1].strip().replace("](docs/", "](")
 
 
 def expanded(markdown: str) -> str:

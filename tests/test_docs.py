@@ -119,15 +119,16 @@ def test_most_snippets_run():
 
 @pytest.mark.parametrize("page", [*TOP, *SITE], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_relative_links_lead_to_files_and_headings(page):
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    for target in LINK.findall(hooks().expanded(text) if page in SITE else text):
         if "://" in target:
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
         assert file.is_file(), f"{page.name}: {target}"
         if anchor:
-            text = hooks().expanded(file.read_text(encoding="utf-8"))
-            headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            other = hooks().expanded(file.read_text(encoding="utf-8"))
+            headings = re.findall(r"^#+ (.+)$", other, re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
             assert anchor in slugs, f"{page.name}: {target}"
 
