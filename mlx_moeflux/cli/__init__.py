@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import itertools
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +47,8 @@ COMMANDS = {
 
 # Another name of a command, mlx-lm's or one that people type -> ours.
 ALIASES = {"server": "serve", "run": "chat"}
+# -- as the value of an option: --flag=--, -f=-- or -f--.
+_NO_VALUE = re.compile(r"(--[\w-]+)=--|(-[A-Za-z])=?--")
 
 
 def _own_name(command: str) -> str:
@@ -61,8 +65,8 @@ def command_module(name: str) -> ModuleType:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that refuses ``--`` as the value of an option, which argparse turns into no value, and
-    suggests an option for one that is misspelt."""
+    """Parser that refuses ``--`` as the value of an option, which argparse turns into no value in
+    some versions, and suggests an option for one that is misspelt."""
 
     def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, rest = self.parse_known_args(args, namespace)
@@ -102,6 +106,10 @@ class Parser(argparse.ArgumentParser):
         return actions
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Whether argparse drops this value or passes it on depends on the version of Python.
+        for word in itertools.takewhile(lambda word: word != "--", args or ()):
+            if match := _NO_VALUE.fullmatch(word):
+                raise InputError(f"{match[1] or match[2]} has no value: -- only ends the options.")
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value = getattr(found, action.dest, None)

@@ -220,10 +220,10 @@ def test_direct_refused_by_the_file_system(tmp_path, monkeypatch, stage):
     experts = write_experts(tmp_path, random_experts(), "packed")
     original = getattr(os, stage)
 
-    def refuse(*args):
+    def refuse(*args, **options):
         if stage == "preadv" or args[1] & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(os, stage, refuse)
     with pytest.raises(UnsupportedError, match="choose the reader 'pread'"):
