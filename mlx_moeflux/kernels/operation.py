@@ -77,6 +77,10 @@ class Operation:
     by_rows: True if rows have nothing to do with each other. Rows are then the second to last axis
         of every argument with tokens, and of every result, and a trial computes the truth of some.
     keeps_axes: True if the axes in front of the rows are those of the result, however many.
+    positions: Of attention over a cache: arguments with a row for each position, and on which axis;
+        `length`, `start`, `mask` and `tail` are then arguments as of ``sdpa``. A trial takes the
+        first positions.
+    apart: True if besides no token has influence on another: a trial computes the truth of some.
     shrunk: Arguments that a trial makes small: inputs of norms, so that an epsilon shows, and what
         products are added to.
     chooses: True if results are choices, of which two may be as good as equal.
@@ -109,6 +113,8 @@ class Operation:
     tokens: Mapping[str, int] = field(default_factory=dict)
     by_rows: bool = False
     keeps_axes: bool = False
+    positions: Mapping[str, int] = field(default_factory=dict)
+    apart: bool = False
     shrunk: tuple[str, ...] = ()
     chooses: bool = False
     replaces: tuple[str, ...] = ()
@@ -131,13 +137,14 @@ class Operation:
         faults = [
             *(
                 f"'{name}' is no argument"
-                for name in {*self.tokens, *self.shrunk, *self.rows} - known
+                for name in {*self.tokens, *self.positions, *self.shrunk, *self.rows} - known
             ),
             *["it has steps and replaces nothing"] * ("steps" in known and not self.replaces),
             *["its reference takes no steps"] * ("steps" not in known and bool(self.replaces)),
             *["it replaces nothing and is composed"] * (self.composed and not self.replaces),
             *["it has no workload"] * (not self.workloads),
             *["its rows have no axis"] * (self.by_rows and not self.tokens),
+            *["its tokens have no positions"] * (self.apart and not self.positions),
             *["its kinds have no names"] * (self.kind is None and set(self.workloads) != {""}),
             *["another implementation is called 'reference'"] * (REFERENCE in self.others),
         ]

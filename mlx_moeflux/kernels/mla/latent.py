@@ -849,6 +849,8 @@ LATENT_ATTENTION = Operation(
     },
     size=slice(2, 3),
     tokens={"q_latent": 2, "q_rotary": 2},
+    positions={"latents": 2, "rotary_keys": 2},
+    apart=True,
     example=_attention_workload,
     workloads={"": _attention_workload},
 )
@@ -871,6 +873,7 @@ LATENT_PREFILL = Operation(
     others={"expanded": Implementation(latent_prefill_expanded, kernels=SDPA_KERNELS)},
     size=slice(1, 2),
     tokens={"q": 1, "q_rotary": 2},
+    positions={"latents": 2, "rotary_keys": 2},
     example=_prefill_workload,
     workloads={"": _prefill_workload},
 )

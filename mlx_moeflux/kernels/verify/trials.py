@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import math
 import threading
 import warnings
@@ -29,7 +28,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
+from mlx_moeflux.kernels.examples import fresh_key
 from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.nested import arrays, describe
 from mlx_moeflux.kernels.operation import REFERENCE, Function, Implementation, Operation
 from mlx_moeflux.kernels.runtime import device, launcher
@@ -52,10 +53,15 @@ FLOORS = {mx.float32: 2e-5, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 DRAWS, PASSES, FAILURES = 12, 3, 5
 GROSS = 4.0
 
-# Arrays up to this size may be replaced by others; larger ones are those of the call.
-MOST_BYTES = 32 * 2**20
-# Tokens of a prompt's trial, at least; rows of which the truth is computed.
+# Bytes of arguments in which numbers change places, of each that is copied in float32, and of the
+# positions of a cache; larger ones are those of the call. Arrays of one number say nothing and are
+# replaced up to the second size.
+MOST_BYTES, MOST_OF_ONE_NUMBER = 4 * 2**20, 32 * 2**20
+# Tokens of a prompt's trial, at least; rows of which the truth is computed, and half as many where
+# the experts of one have more than MOST_BYTES.
 TOKENS, ROWS = 64, 4
+# Positions of a cache's trial are a multiple of this, and so of the rows of its tail.
+POSITIONS = 256
 
 # What an argument is shrunk by.
 SHRINKAGE = 1 / 16
@@ -363,16 +369,28 @@ def _draws(operation: Operation, call: BoundArguments) -> Iterator[Draw]:
     """Yield arguments, the true results, and the rows that these are, None for all: first for the
     call's numbers, then for the same in other orders."""
     for draw in range(DRAWS):
-        drawn = _drawn(operation, call, keep=draw == 0)
+        with mx.stream(mx.cpu):
+            drawn = _drawn(operation, call, keep=draw == 0)
         rows = _sampled_rows(operation, drawn)
-        some = drawn if rows is None else _map_tokens(operation, drawn, _take(rows))
-        with _references(), mx.stream(mx.cpu):
-            wide = {name: _wide(value) for name, value in some.arguments.items()}
-            reference = operation.implementations[REFERENCE].function
-            truth = arrays(_called(reference, BoundArguments(call.signature, wide)))
-            mx.eval(truth)
+        if rows is None:
+            truth = _truth(operation, drawn)
+        else:
+            # One by one, so that few experts' matrices are copied at a time.
+            each = [_truth(operation, _of_row(operation, drawn, row)) for row in rows.tolist()]
+            results = map(list, zip(*each, strict=True))
+            truth = [mx.concatenate(parts, -2, stream=mx.cpu) for parts in results]
         if all(_is_finite(array) for array in truth):
             yield drawn, truth, rows
+
+
+def _truth(operation: Operation, call: BoundArguments) -> list[mx.array]:
+    """Return the results of the reference on the CPU in float32, evaluated."""
+    with _references(), mx.stream(mx.cpu):
+        wide: Any = {name: _wide(value) for name, value in call.arguments.items()}
+        reference = operation.implementations[REFERENCE].function
+        truth = arrays(_called(reference, BoundArguments(call.signature, wide)))
+        mx.eval(truth)
+    return truth
 
 
 def _run(function: Function, call: BoundArguments) -> tuple[Any, str]:
@@ -412,27 +430,38 @@ def _errors(actual: Any, truth: Sequence[mx.array], rows: np.ndarray | None) -> 
 
 
 def _errors_of(actual: mx.array, truth: mx.array, rows: np.ndarray | None) -> Errors:
-    a, t = _numbers(actual), _numbers(truth)
-    if not np.isfinite(a).all():
+    if not _is_finite(actual):
         return Errors(math.inf, math.inf, math.inf, 1)
-    if rows is not None:
-        a = a[..., rows, :]
-    # Of a large matrix only the first columns may be in the truth.
-    a = a[..., : t.shape[-1]] if t.ndim and a.shape[:-1] == t.shape[:-1] else a
+    with mx.stream(mx.cpu):
+        if rows is not None:
+            actual = mx.take(actual, mx.array(rows), -2)
+        # Of a large matrix only the first columns may be in the truth.
+        if truth.ndim and actual.shape[:-1] == truth.shape[:-1]:
+            actual = actual[..., : truth.shape[-1]]
+        a, t = _numbers(actual), _numbers(truth)
     if a.shape != t.shape or (a.dtype.kind != "f" and (a != t).any()):
         return Errors(math.inf, math.inf, math.inf, 1)
     if a.dtype.kind != "f" or not t.size:
         return Errors(0.0, 0.0, 0.0, 1)
-    d, size = a - t, t.shape[-1] if t.ndim else 1
+    size = t.shape[-1] if t.ndim else 1
     # One number may be small because its terms cancel; several together are not.
     size = t.size if size == 1 else size
+    d, t = (a - t).reshape(-1, size), t.reshape(-1, size)
+
+    def mean_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.einsum("ij,ij->i", x, y) / size
+
     # A row of small numbers is held against a quarter of the others' size.
-    squares = (t * t).reshape(-1, size).mean(axis=1)
+    squares = mean_product(t, t)
     squares = np.maximum(squares, max(squares.mean() / 16, 1e-30))
-    rms = np.sqrt((d * d).reshape(-1, size).mean(axis=1) / squares)
-    slope = np.abs((d * t).reshape(-1, size).mean(axis=1)) / squares
-    worst = np.abs(d).max() / max(np.abs(t).max(), 1e-15)
-    return Errors(float(rms.max()), float(worst), float(slope.max()), size)
+    rms = np.sqrt(mean_product(d, d) / squares)
+    slope = np.abs(mean_product(d, t)) / squares
+    worst = _largest(d) / max(_largest(t), 1e-15)
+    return Errors(float(rms.max()), worst, float(slope.max()), size)
+
+
+def _largest(numbers: np.ndarray) -> float:
+    return float(max(numbers.max(), -numbers.min()))
 
 
 def _numbers(array: mx.array) -> np.ndarray:
@@ -443,7 +472,8 @@ def _numbers(array: mx.array) -> np.ndarray:
 
 
 def _is_finite(array: mx.array) -> bool:
-    return bool(np.isfinite(_numbers(array)).all())
+    with mx.stream(mx.cpu):
+        return bool(mx.isfinite(array).all().item())
 
 
 # ---- Arguments of a trial
@@ -456,30 +486,81 @@ def _dtype(call: BoundArguments) -> mx.Dtype:
 
 
 def _cut(operation: Operation, function: Function, call: BoundArguments) -> BoundArguments:
-    """Return the call with the first tokens alone, as few as `function` launches the same for."""
-    axes = operation.tokens
-    name = next(iter(axes), None)
-    if name is None or call.arguments.get("lengths") is not None:
+    """Return the call with the first tokens alone, as few as `function` launches the same for, and
+    of a cache with as few of the first positions."""
+    return _cut_positions(operation, function, _cut_tokens(operation, function, call))
+
+
+def _cut_tokens(operation: Operation, function: Function, call: BoundArguments) -> BoundArguments:
+    if not operation.tokens or call.arguments.get("lengths") is not None:
         return call
-    total = call.arguments[name].shape[axes[name]]
+    total = _extent(call, operation.tokens)
     causal = call.arguments.get("mask", "causal")
     if causal is not None and causal != "causal" and "length" in call.arguments:
         return call
-    whole = None
-    for tokens in itertools.takewhile(lambda n: n < total, (TOKENS << i for i in range(32))):
-        whole = _variant(function, call) if whole is None else whole
-        some = _map_tokens(operation, call, lambda a, axis, n=tokens: mx.take(a, _first(n), axis))
-        if isinstance(length := some.arguments.get("length"), int):
+    length = call.arguments.get("length", 0)
+    if total <= TOKENS or not isinstance(length, int):
+        return call
+
+    def first(tokens: int) -> BoundArguments:
+        some = _map_tokens(operation, call, lambda a, axis: mx.take(a, mx.arange(tokens), axis))
+        if "length" in some.arguments:
             some.arguments["length"] = length - (total - tokens)
-        elif "length" in some.arguments:
-            return call
-        if _variant(function, some) == whole:
-            return some
+        return some
+
+    whole = _variant(function, call)
+    most, least = TOKENS, 0  # the least that is known to differ
+    while most < total and _variant(function, first(most)) != whole:
+        most, least = 2 * most, most
+    if most >= total:
+        return call
+    while most - least > TOKENS:
+        between = (most + least) // 2
+        same = _variant(function, first(between)) == whole
+        most, least = (between, least) if same else (most, between)
+    return first(most)
+
+
+def _cut_positions(
+    operation: Operation, function: Function, call: BoundArguments
+) -> BoundArguments:
+    """Return the call of attention over a cache of MOST_BYTES, or of more if that launches other
+    kernels."""
+    axes, length = operation.positions, call.arguments.get("length")
+    if not axes or isinstance(call.arguments.get("mask"), mx.array):
+        return call
+    caches = {name: call.arguments[name] for name in axes}
+    total, tokens = _extent(call, axes), _extent(call, operation.tokens)
+    on_device = isinstance(length, mx.array)
+    longest: Any = length.max().item() if on_device else total if length is None else length
+    fitting = MOST_BYTES // (sum(array.nbytes for array in caches.values()) // total)
+    # Rows past the length stay, which must not be read.
+    spare = min(total - longest, POSITIONS // 2)
+    kept = max(fitting // POSITIONS, -(-(tokens + spare) // POSITIONS)) * POSITIONS
+    tail = call.arguments.get("tail")
+    rows = 1 if tail is None else tail[0].shape[2]
+    whole = _variant(function, call) if kept < total else None
+    while kept < total and kept % rows == 0:
+        some = dict(call.arguments)
+        for name, axis in axes.items():
+            some[name] = mx.take(caches[name], mx.arange(kept), axis)
+        if longest > kept - spare and length is not None:
+            # The newest rows stay where they are in a tail.
+            gone = -(-(longest - kept + spare) // rows) * rows
+            some["length"] = mx.maximum(length - gone, 1) if on_device else length - gone
+            if (start := some.get("start")) is not None:
+                some["start"] = mx.maximum(start - gone, 0)
+        bound = BoundArguments(call.signature, some)  # pyright: ignore[reportArgumentType]
+        if _variant(function, bound) == whole:
+            return bound
+        kept *= 2
     return call
 
 
-def _first(n: int) -> mx.array:
-    return mx.arange(n)
+def _extent(call: BoundArguments, axes: Mapping[str, int]) -> int:
+    """Return the length of the first of these axes of arguments."""
+    name, axis = next(iter(axes.items()))
+    return call.arguments[name].shape[axis]
 
 
 def _variant(function: Function, call: BoundArguments) -> list[Any]:
@@ -498,32 +579,59 @@ def _map_tokens(operation: Operation, call: BoundArguments, change: Callable) ->
     return BoundArguments(call.signature, changed)  # pyright: ignore[reportArgumentType]
 
 
-def _take(rows: np.ndarray) -> Callable[[mx.array, int], mx.array]:
-    return lambda array, axis: mx.take(array, mx.array(rows), axis)
+def _of_row(operation: Operation, call: BoundArguments, row: int) -> BoundArguments:
+    """Return the call of one of its rows, or of attention of one of its tokens."""
+    index = mx.array([row])
+    some = _map_tokens(operation, call, lambda array, axis: mx.take(array, index, axis))
+    mask, length = call.arguments.get("mask"), call.arguments.get("length")
+    if not operation.apart or mask is None:
+        return some
+    if isinstance(mask, mx.array):
+        some.arguments["mask"] = mx.take(mask, index, 2)
+        return some
+    length = _extent(call, operation.positions) if length is None else length
+    some.arguments["length"] = length - (_extent(call, operation.tokens) - 1 - row)
+    return some
 
 
 def _sampled_rows(operation: Operation, call: BoundArguments) -> np.ndarray | None:
-    """Return ROWS rows for which the truth is computed, None for all."""
-    if not operation.by_rows:
+    """Return the rows for which the truth is computed, None for all."""
+    if not operation.by_rows and not operation.apart:
         return None
     given = [call.arguments.get(name) for name in operation.tokens]
     with_rows = [array for array in given if isinstance(array, mx.array)]
-    total = with_rows[0].shape[-2] if with_rows[0].ndim > 1 else 1
-    alike = all(math.prod(a.shape[:-2]) == 1 and a.shape[-2] == total for a in with_rows)
-    if total <= ROWS or not (alike or operation.keeps_axes):
+    if operation.apart:
+        total = _extent(call, operation.tokens)
+    else:
+        total = with_rows[0].shape[-2] if with_rows[0].ndim > 1 else 1
+        alike = all(math.prod(a.shape[:-2]) == 1 and a.shape[-2] == total for a in with_rows)
+        if not (alike or operation.keeps_axes):
+            return None
+    most = ROWS
+    if isinstance(bank := call.arguments.get("bank"), ExpertBank):
+        read = call.arguments["slots"].shape[-1] * sum(a.nbytes for a in bank.flat) // bank.slots
+        most = ROWS if read <= MOST_BYTES else ROWS // 2
+    if total <= most:
         return None
-    return np.unique(np.linspace(0, total - 1, ROWS).astype(np.int64))
+    return np.unique(np.linspace(0, total - 1, most).astype(np.int64))
 
 
 def _drawn(operation: Operation, call: BoundArguments, *, keep: bool) -> BoundArguments:
     """Return the call with floats that say something. keep: Those of the call, but for arrays of
-    one number, such as a state before the first token; otherwise they change places. Some are
-    shrunk."""
-    drawn = {name: _redrawn(value, keep) for name, value in call.arguments.items()}
+    one number, such as a state before the first token; otherwise they change places, in the
+    smallest arguments first. Some are shrunk."""
+    drawn, left = dict(call.arguments), MOST_BYTES
+    for name, value in sorted(call.arguments.items(), key=lambda item: _bytes(item[1])):
+        left -= _bytes(value)
+        drawn[name] = _redrawn(value, keep or left < 0)
     for name in operation.shrunk:
         if drawn.get(name) is not None:
             drawn[name] = drawn[name] * SHRINKAGE
     return BoundArguments(call.signature, drawn)  # pyright: ignore[reportArgumentType]
+
+
+def _bytes(value: Any) -> int:
+    return sum(array.nbytes for array in arrays(value))
 
 
 def _redrawn(value: Any, keep: bool) -> Any:
@@ -531,18 +639,19 @@ def _redrawn(value: Any, keep: bool) -> Any:
         return type(value)(_redrawn(entry, keep) for entry in value)
     if not isinstance(value, mx.array) or not mx.issubdtype(value.dtype, mx.floating):
         return value
-    if value.size < 2 or value.nbytes > MOST_BYTES:
+    if value.size < 2 or value.nbytes > MOST_OF_ONE_NUMBER:
         return value
-    numbers = np.array(value.reshape(-1).astype(mx.float32, stream=mx.cpu))
-    random = np.random.default_rng()
-    if numbers.min() == numbers.max():
+    if (value.min() == value.max()).item():
         # Not above zero, because some arguments are logarithms of decays.
-        numbers = -np.abs(random.standard_normal(numbers.shape, np.float32))
-        keep = True
-    elif keep:
+        drawn = -mx.abs(mx.random.normal(value.shape, key=fresh_key()))
+        return drawn.astype(value.dtype)
+    if keep:
         return value
-    numbers = numbers if keep else random.permutation(numbers)
-    return mx.array(numbers).astype(value.dtype, stream=mx.cpu).reshape(value.shape)
+    # Rows change places, and so do columns: no number passes through NumPy.
+    rows, random = value.reshape(-1, value.shape[-1]), np.random.default_rng()
+    for axis, count in enumerate(rows.shape):
+        rows = mx.take(rows, mx.array(random.permutation(count)), axis)
+    return rows.reshape(value.shape)
 
 
 def _wide(value: Any) -> Any:
@@ -555,7 +664,18 @@ def _wide(value: Any) -> Any:
     if isinstance(value, Weight) and value.weight.nbytes > MOST_BYTES and len(value.results) == 1:
         rows = max(1, MOST_BYTES // (value.weight.nbytes // value.weight.shape[0]))
         return value.rows(0, rows)
+    if isinstance(value, ExpertBank):
+        parts = {name: _Chosen(**vars(getattr(value, name))) for name in ("gate", "up", "down")}
+        return dataclasses.replace(value, **parts)
     return value
+
+
+class _Chosen(ProjectionBank):
+    """A projection of experts, of which the CPU casts those that a call chooses, not all."""
+
+    def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
+        every = mx.arange(slots.size, dtype=mx.uint32)
+        return ProjectionBank.matmul(self.take(slots, x.dtype), x, every)
 
 
 # ---- Comparisons
