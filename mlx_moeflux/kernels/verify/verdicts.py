@@ -7,12 +7,14 @@ of its own: one whose process died twice in it is a bad one, and is not begun a 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import plistlib
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from mlx_moeflux import user_cache
 # Of macOS.
 SYSTEM_VERSION = Path("/System/Library/CoreServices/SystemVersion.plist")
 DEATHS = 2
+# How long a process waits for others that keep verdicts, which takes them some milliseconds.
+LOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def get(key: str) -> Verdict | None:
 def put(key: str, verdict: Verdict) -> None:
     """Keep a verdict, for other processes too; if the file cannot be written, they try again."""
     _known.verdicts[key] = verdict
-    _update(key, asdict(verdict))
+    _update(key, lambda before: asdict(verdict))
 
 
 def refused() -> list[str]:
@@ -135,10 +139,35 @@ def _entries(content: dict[str, Any]) -> dict[str, Any]:
     return {key: entry for key, entry in found.items() if isinstance(entry, dict)}
 
 
-def _update(key: str, entry: dict[str, Any]) -> None:
-    content = _read()
-    content[place()] = _entries(content) | {key: entry}
-    _write(file(), content)
+def _update(key: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace an entry of this place by what `change` makes of it; no other process's is lost."""
+    with _locked():
+        content = _read()
+        entries = _entries(content)
+        content[place()] = entries | {key: change(entries.get(key, {}))}
+        _write(file(), content)
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Keep other processes from the file; where nothing can be locked, do not."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context(file().with_suffix(".lock").open("a"))
+            until = time.monotonic() + LOCK_SECONDS
+            while not _lock(lock.fileno()) and time.monotonic() < until:
+                time.sleep(0.005)
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; return False where another process has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def _write(path: Path, content: Any) -> None:
@@ -169,11 +198,12 @@ def _count_deaths() -> None:
             continue
         if _start(process) == started:
             continue
-        with contextlib.suppress(OSError):
+        try:
             path.unlink()
+        except OSError:
+            continue  # another process counts it
         if left.get("place") == place():
-            deaths = _entries(_read()).get(key, {}).get("deaths", 0) + 1
-            _update(key, {"deaths": deaths})
+            _update(key, lambda before: {"deaths": before.get("deaths", 0) + 1})
 
 
 @functools.cache

@@ -4,6 +4,7 @@ found, and references, which must pass."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import inspect
 import itertools
@@ -647,3 +648,62 @@ def test_an_interrupt_and_another_process_are_no_death(monkeypatch, tmp_path):
     (tmp_path / f"trial-{os.getpid()}.json").write_text("{")
     monkeypatch.setattr(verdicts, "_known", verdicts._Known())
     assert verdicts.get("a") is None
+
+
+# ---- Processes that keep verdicts at once
+
+KEEPS = """
+import sys
+from mlx_moeflux.kernels.verify import verdicts
+from mlx_moeflux.kernels.verify.verdicts import Verdict
+name = sys.argv[1]
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(40):
+    verdicts.put(f"sdpa={name} {i}", Verdict(True, 0.5, launched=name))
+"""
+
+
+def test_processes_that_try_at_once_keep_each_others_verdicts(tmp_path):
+    names, environment = ("a", "b", "c"), os.environ | {"MOEFLUX_CACHE_DIR": str(tmp_path / "new")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", KEEPS, name], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for name in names
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    (kept,) = json.loads((tmp_path / "new" / "trials.json").read_text()).values()
+    assert sorted(kept) == sorted(f"sdpa={name} {i}" for name in names for i in range(40))
+
+
+@pytest.mark.parametrize("lacking", ["folder", "locks", "patience"])
+def test_without_a_lock_verdicts_are_kept_as_well_as_can_be(lacking, monkeypatch, tmp_path):
+    monkeypatch.setattr(verdicts, "_known", verdicts._Known())
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(folder))
+    if lacking == "folder":
+        folder.write_text("no folder")
+    elif lacking == "locks":
+
+        def flock(*_):
+            raise OSError(errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr(verdicts.fcntl, "flock", flock)
+    else:  # of another process that was stopped
+        monkeypatch.setattr(verdicts, "LOCK_SECONDS", 0.02)
+        monkeypatch.setattr(verdicts, "_lock", lambda descriptor: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verdicts.put("sdpa=fused 1", verdicts.Verdict(True))
+    assert verdicts.get("sdpa=fused 1").ok
+    verdicts.forget()
+    assert (verdicts.get("sdpa=fused 1") is None) == (lacking == "folder")
