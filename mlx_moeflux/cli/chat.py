@@ -37,7 +37,7 @@ from mlx_moeflux.cli.common import (
     stats_table,
     template_options,
 )
-from mlx_moeflux.cli.messages import say
+from mlx_moeflux.cli.messages import Trying, say
 from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 
@@ -249,11 +249,13 @@ class Conversation:
         text, self._last = "", None
         syntax = choose_reasoning(self._tokenizer) or REASONING["think"]
         opened, markdown = self._opens_thinking(), self._tokenizer.chat_template is not None
-        with self.frontend.reply(syntax.splitter(opened=opened), markdown=markdown) as shown:
+        reply = self.frontend.reply(syntax.splitter(opened=opened), markdown=markdown)
+        with reply as shown, Trying(self.frontend.note) as trying:
             stream = self._stream(shown)
             try:
                 with contextlib.closing(stream):
                     for self._last in stream:
+                        trying.end()
                         text += self._last.text
                         shown.add(self._last.text)
                         if self._elastic is not None:

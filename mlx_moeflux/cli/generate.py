@@ -29,7 +29,7 @@ from mlx_moeflux.cli.common import (
     stats_table,
     template_options,
 )
-from mlx_moeflux.cli.messages import Bar
+from mlx_moeflux.cli.messages import Bar, Trying
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument
 from mlx_moeflux.errors import InputError
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             known.load(args.prompt_cache_file)
             prompt = rest_of_prompt(prompt, options, tokenizer)
         last: Any = None
-        with instrument(args, model), Bar("prompt", "tok") as bar:
+        with instrument(args, model), Bar("prompt", "tok") as bar, Trying() as trying:
             stream = text.stream_generate(
                 model,
                 tokenizer,
@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
             if given is None and isinstance(prompt, str):
                 print(prompt, end="")
             for last in stream:
+                trying.end()
                 print(last.text, end="", flush=True)
         print(flush=True)
         if args.stats and model.leads:

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from mlx_moeflux.cli.messages import Bar, say
+from mlx_moeflux.cli import messages
+from mlx_moeflux.cli.messages import Bar, Trying, say
+from mlx_moeflux.kernels.verify import trials, verdicts
 from mlx_moeflux.loading import BUNDLED_MODEL
 from tests.checkpoint.local_hub import local_hub
 from tests.cli.terminal import in_terminal, screen
@@ -90,3 +92,72 @@ def test_nothing_is_drawn_before_the_first_report_or_without_a_terminal(monkeypa
     with Bar("convert", "B") as bar:
         bar.update(1, 2)
     assert sys.stderr.getvalue() == ""
+
+
+# ---- Trials of kernels
+
+
+@pytest.fixture
+def no_verdicts(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(verdicts, "_known", verdicts._Known())
+
+
+def tried(*keys):
+    for key in keys:
+        with trials._counted(key):
+            verdicts.put(key, verdicts.Verdict(True))
+
+
+@pytest.mark.usefixtures("no_verdicts")
+def test_a_bar_of_trials_leaves_one_line(monkeypatch):
+    terminal = as_terminal(monkeypatch)
+    with Trying() as trying:
+        assert not terminal.getvalue()
+        tried("a", "b")
+        (shown,) = filter(None, screen(terminal.getvalue()))
+        assert shown.startswith("trying kernels on this GPU, once: 100%|")
+        assert " 2/2 " in shown
+        trying.end()
+        lines = screen(terminal.getvalue())
+        assert lines[0].startswith("tried 2 kernels on this GPU in 0.")
+        terminal.write("text")
+        before = terminal.getvalue()
+        tried("c")  # nothing is drawn into the text
+        assert terminal.getvalue() == before
+        terminal.write("\n")
+    lines = screen(terminal.getvalue().replace("\n", "\r\n"))
+    assert lines[1:3] == ["text", "tried 1 kernel on this GPU in 0.0 s, once"]
+
+
+@pytest.mark.usefixtures("no_verdicts")
+def test_without_a_terminal_a_line_comes_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(trials._state, "pending", frozenset("abc"))
+    with Trying():
+        tried("a", "b")
+        monkeypatch.setattr(messages, "LINE_SECONDS", 0.0)
+        tried("c")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "trying 3 kernels on this GPU, once"
+    assert lines[1:3] == [f"trying kernels on this GPU, once: {n} so far" for n in (2, 3)]
+    assert lines[3].startswith("tried 3 kernels on this GPU in 0.0 s")
+    assert len(lines) == 4
+
+
+@pytest.mark.usefixtures("no_verdicts")
+def test_where_nothing_is_tried_nothing_is_said(monkeypatch, capsys):
+    with Trying() as trying:
+        trying.end()
+    tried("a")
+    assert capsys.readouterr().err == ""
+    notes = []
+
+    def interrupted():
+        with Trying(notes.append):
+            tried("b")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert notes[0] == "trying kernels on this GPU, once"
+    assert notes[1].startswith("tried 1 kernel ")

@@ -68,15 +68,65 @@ SHRINKAGE = 1 / 16
 
 
 class _State(threading.local):
-    """tracing: A graph without values is being built. pending: In it an operation was called that
-    needs a trial. rehearsing: It is being run for its trials. references: Only stock operations may
-    be used."""
+    """tracing: A graph without values is being built. pending: Keys of variants in it that need a
+    trial. rehearsing: It is being run for its trials. references: Only stock operations may be
+    used."""
 
-    tracing = pending = rehearsing = references = False
+    tracing = rehearsing = references = False
+    pending: frozenset[str] = frozenset()
 
 
 _state = _State()
 _warned: set[str] = set()
+
+# Called with how many trials have ended, and how many are known to come with them.
+Watcher = Callable[[int, int], None]
+
+
+class _Watched:
+    """Trials of this process that have ended, and who wants to know."""
+
+    ended = 0
+    watchers: tuple[Watcher, ...] = ()
+
+
+@contextmanager
+def watched(show: Watcher) -> Iterator[None]:
+    """Call `show` before and after each trial inside the block, in the thread that tries: with the
+    number of trials that have ended in the block, and of those that are known.
+
+    Those of a traced step are known once it is traced. Those of a prompt are not: a call has no
+    arguments before the one in front of it has a result, so the second number grows.
+    """
+    before = _Watched.ended
+
+    def since(ended: int, known: int) -> None:
+        show(ended - before, known - before)
+
+    _Watched.watchers += (since,)
+    try:
+        yield
+    finally:
+        _Watched.watchers = tuple(one for one in _Watched.watchers if one is not since)
+
+
+def _tell() -> None:
+    left = sum(verdicts.get(key) is None for key in _state.pending)
+    for watcher in _Watched.watchers:
+        watcher(_Watched.ended, _Watched.ended + left)
+
+
+@contextmanager
+def _counted(key: str) -> Iterator[None]:
+    """Tell the watchers of a trial, around it and the verdict that is kept."""
+    before, _state.pending = _state.pending, _state.pending | {key}
+    try:
+        _tell()
+        yield
+    finally:
+        _state.pending = before
+    _Watched.ended += 1
+    _tell()
 
 
 # ---- Calls
@@ -104,6 +154,8 @@ def call(
             return result
     if operation.composed and kwargs.get("steps") is not None:
         return reference(*args, **kwargs)
+    if found is not None and _state.tracing and _state.pending:
+        return reference(*args, **kwargs)  # the trace is made again
     key = _key(operation.name, REFERENCE, _shapes(args, kwargs))
     if _verdict(key, operation, REFERENCE, args, kwargs, "").ok:
         return reference(*args, **kwargs)
@@ -165,13 +217,15 @@ def _verdict(
     if (known := verdicts.get(key)) is not None:
         return known
     if _state.tracing or not _have_values((args, list(kwargs.values()))):
-        _state.pending = _state.tracing
+        if _state.tracing:
+            _state.pending |= {key}
         return Verdict(name == REFERENCE, reason="not tried yet")
-    with verdicts.running(key):
-        # For want of memory this raises, and the next call tries again.
-        verdict = attempt(operation, operation.implementations[name].function, args, kwargs)
-    verdict = dataclasses.replace(verdict, launched=launched)
-    verdicts.put(key, verdict)
+    with _counted(key):
+        with verdicts.running(key):
+            # For want of memory this raises, and the next call tries again.
+            verdict = attempt(operation, operation.implementations[name].function, args, kwargs)
+        verdict = dataclasses.replace(verdict, launched=launched)
+        verdicts.put(key, verdict)
     if not verdict.ok:
         _warn(operation.name, name, verdict)
     return verdict
@@ -241,9 +295,9 @@ class compiled:  # called like mx.compile
             finally:
                 _state.rehearsing = False
             repeated()
-            self._run, _state.pending = mx.compile(_traced(self._function)), False
+            self._run, _state.pending = mx.compile(_traced(self._function)), frozenset()
             outputs = self._run(*inputs)
-            _state.pending = False
+            _state.pending = frozenset()
         return outputs
 
 

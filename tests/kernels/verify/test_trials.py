@@ -392,6 +392,27 @@ def test_in_a_trace_of_somebody_else_stock_computes(calls):
     assert not trials._state.pending
 
 
+@pytest.mark.usefixtures("on_metal")
+def test_trials_are_told_before_and_after():
+    told = []
+    with trials.watched(lambda *counts: told.append(counts)):
+        for k in (2, 3, 2):
+            Kernels().softmax_top_k(LOGITS.astype(mx.bfloat16), k=k)
+    assert told == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    Kernels().softmax_top_k(LOGITS.astype(mx.bfloat16), k=4)  # nobody watches
+    assert len(told) == 4
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_the_trials_of_a_traced_step_are_known_beforehand():
+    kernels, told = Kernels(), []
+    step = trials.compiled(lambda x: [kernels.softmax_top_k(x, k=k)[1] for k in (2, 3, 4, 2)])
+    with trials.watched(lambda *counts: told.append(counts)):
+        step(LOGITS)
+        step(LOGITS)
+    assert told == [(0, 3), (1, 3), (1, 3), (2, 3), (2, 3), (3, 3)]
+
+
 # ---- What a trial runs on
 
 
