@@ -110,12 +110,12 @@ def expanded(markdown: str) -> str:
 
 
 def options(path: str) -> str:
-    """Return the fields of a class as a Markdown list; each is ``name: type = option(default, text,
-    ...)``."""
+    """Return the fields of a class as a Markdown list; each is ``name: type = option(default,
+    check, text, ...)``."""
     items = []
     for field in find(path)[2].body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Call):
-            default, text = field.value.args[:2]
+            default, _, text = field.value.args[:3]
             declared = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}"
             shown = ROLE.sub(r"`\2`", ast.literal_eval(text)).replace("``", "`")
             items.append(f"- `{declared} = {ast.unparse(default)}`<br>{shown}")

@@ -33,8 +33,9 @@ def amount(*words: str, least: int = 1) -> Check:
     def check(name: str, value: Any) -> None:
         if isinstance(value, str) and value.strip().lower() in words:
             return
-        if parse_budget(value, SOME_BYTES, what=name.replace("_", " "), least=least) is None:
-            raise InputError(f"{name} is {shown(value)}; give an amount such as 64MB or 10%.")
+        what = name.replace("_", " ")
+        if parse_budget(value, SOME_BYTES, what=what, least=least) is None:
+            raise InputError(f"the {what} is {shown(value)}; give an amount such as 64MB or 10%.")
 
     return check
 
@@ -62,13 +63,11 @@ def mapping(name: str, value: Any) -> None:
         raise InputError(f"{name} is {shown(value)}; give a mapping from names to values.")
 
 
-def path(name: str, value: Any) -> None:
-    """Check a path that the system can name; nothing need be there."""
-    if not isinstance(value, str | os.PathLike):
-        raise InputError(f"{name} is {shown(value)}; give a path.")
-    given = os.fspath(value)
+def path(name: str, value: Any, *, mend: str = "give a path") -> None:
+    """Check a path that the system can name; nothing need be there. mend: The end of a message."""
+    given = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(given, str) or not given or "\0" in given:
-        raise InputError(f"{name} is {shown(given)}; give a path.")
+        raise InputError(f"{name} is {shown(given)}; {mend}.")
     try:
         os.lstat(given)
     except UnicodeEncodeError:
@@ -82,13 +81,9 @@ def path(name: str, value: Any) -> None:
 
 def paths(name: str, value: Any) -> None:
     """Check a path or a sequence of paths."""
-    if isinstance(value, str | os.PathLike):
-        path(name, value)
-        return
-    if not isinstance(value, Sequence) or not len(value):
-        raise InputError(f"{name} is {shown(value)}; give a directory, or a list of them.")
-    for each in value:
-        path(name, each)
+    several = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
+    for each in value if several else (value,):
+        path(name, each, mend="give a directory, or a list of them")
 
 
 def event_hook(name: str, value: Any) -> None:

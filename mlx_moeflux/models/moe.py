@@ -290,14 +290,17 @@ class SparseMoeBlock(Module):
         hooks = self._hooks
         if hooks is not None:
             (logits,) = hooks.apply("before_router", logits)
-        ids, weights = self._without_padding(*self.route(logits), mask)  # [N, K]
+        ids, weights = self.route(logits)  # [N, K]
+        if mask is not None:
+            ids, weights = self._without_padding(ids, weights, mask)
         if not self._trusts_router:
             self._check(ids, type(self._router).__name__)
         if hooks is not None:
             chosen = ids
             ids, weights = hooks.apply("after_router", ids, weights)
             if ids is not chosen:
-                ids, weights = self._without_padding(ids, weights, mask)
+                if mask is not None:
+                    ids, weights = self._without_padding(ids, weights, mask)
                 self._check(ids, "the hook after_router")
         ahead, guess = None, self._lookahead if self._store.looks_ahead else None
         if guess is not None and ids.size <= MOST_PAIRS:
@@ -309,12 +312,10 @@ class SparseMoeBlock(Module):
         return Prepared(post, ids, weights, shared, ahead)
 
     def _without_padding(
-        self, ids: mx.array, weights: mx.array, mask: mx.array | None
+        self, ids: mx.array, weights: mx.array, mask: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return ids and weights with id E, which requests no expert, where `mask` is False: so
         padding causes no reads."""
-        if mask is None:
-            return ids, weights
         real = mask.reshape(-1, 1)
         absent = mx.array(self.num_experts, dtype=ids.dtype)
         return mx.where(real, ids, absent), mx.where(real, weights, 0.0)

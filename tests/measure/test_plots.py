@@ -173,5 +173,5 @@ def test_from_the_command_line(two_bundled_layers, tmp_path, capsys):
 
 def test_without_matplotlib_one_line_names_the_extra(trace, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UnsupportedError, match=r"mlx_moeflux\[plot\]"):
+    with pytest.raises(UnsupportedError, match=r"install .*\[plot\]"):
         plots.show(trace, tmp_path)

@@ -165,11 +165,13 @@ def causal_sdpa(
     if start is not None or isinstance(length, mx.array):
         mask = _visible(q, k, causal=mask == "causal", length=length, start=start)
     sinks = None if sinks is None else sinks.astype(q.dtype)
-    parts = pieces(q.shape[2], _operations(q.shape, k.shape[2], q.shape[3] + v.shape[3]))
-    if len(parts) == 1:
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
-    else:
+    parts = []
+    if q.shape[2] > 1:
+        parts = pieces(q.shape[2], _operations(q.shape, k.shape[2], q.shape[3] + v.shape[3]))
+    if len(parts) > 1:
         y = mx.concatenate([_piece(q, k, v, part, scale, mask, sinks) for part in parts], axis=2)
+    else:
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if gate is None:
         return y
     gate = gate[..., gate.shape[-1] - v.shape[-1] :]
@@ -358,7 +360,7 @@ def run(
     if scale <= 0.0:
         raise ShapeError(f"{call.name}: scale is {scale}; it must be positive.")
     plan = plan_of(backend().name, call)
-    parts = [] if call.tokens else _pieces(call, plan, length)
+    parts = [] if call.tokens or call.q[2] == 1 else _pieces(call, plan, length)
     if len(parts) > 1:
         T, outputs, last = call.q[2], [], call.k[2] if length is None else length
         for part in parts:

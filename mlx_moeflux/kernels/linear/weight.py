@@ -12,17 +12,23 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.linear.blocks import multiply_blocks
 from mlx_moeflux.kernels.linear.dequantise import made_dense
 from mlx_moeflux.kernels.linear.quantised import settings
+from mlx_moeflux.kernels.runtime import pieces
 from mlx_moeflux.kernels.runtime.launcher import on_nvidia
-from mlx_moeflux.kernels.runtime.pieces import pieces
 
 
 def multiplied(function: Callable[[mx.array], mx.array], x: mx.array, out: int) -> mx.array:
     """Return ``function(x)`` ``[..., out]``, the product of rows x ``[..., in]`` with a matrix
     ``[out, in]``, in pieces."""
+    cut = in_pieces(function, x, out)
+    return function(x) if cut is None else cut
+
+
+def in_pieces(function: Callable[[mx.array], mx.array], x: mx.array, out: int) -> mx.array | None:
+    """Return what :func:`multiplied` does; None if the product is one launch."""
     width = x.shape[-1]
-    parts = pieces(x.size // width, 2 * width * out)
+    parts = pieces.pieces(x.size // width, 2 * width * out)
     if len(parts) == 1:
-        return function(x)
+        return None
     rows = x.reshape(-1, width)
     return mx.concatenate([function(rows[part]) for part in parts]).reshape(*x.shape[:-1], out)
 
@@ -59,9 +65,11 @@ class Weight:
 
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., out]``."""
-        return multiplied(self._product, x, sum(self.results))
-
-    def _product(self, x: mx.array) -> mx.array:
+        out = sum(self.results)
+        if 2 * x.size * out > pieces.MOST_OPERATIONS:
+            cut = in_pieces(self.matmul, x, out)
+            if cut is not None:
+                return cut
         x = x.astype(mx.float32) if self.precise else x
         if self.spec is None:
             return x @ self.weight.T
