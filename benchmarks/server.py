@@ -145,7 +145,7 @@ class Run(NamedTuple):
 
 
 def measure(model: Any, args: argparse.Namespace, tokens: int, rounds: int) -> dict[int, list[Run]]:
-    options = EngineOptions(prefill_step_size=None if model.store.streaming else 2048)
+    options = EngineOptions(prefill_step_size=None if model.store.streaming else 2048, warm_up=True)
     random, clients = np.random.default_rng(0), Clients()
     found: dict[int, list[Run]] = {streams: [] for streams in args.streams}
     with contextlib.closing(clients), serving(model, tokens, options) as port:

@@ -75,7 +75,7 @@ class Trying:
         self._bar: Any = None
         self._watching = contextlib.ExitStack()
         self._done = self._said = 0
-        self._began = self._shown = 0.0
+        self._began = self._last = self._shown = 0.0
         self._ended = False
 
     def __enter__(self) -> Trying:
@@ -85,7 +85,8 @@ class Trying:
         return self
 
     def _show(self, done: int, total: int) -> None:
-        now, self._done = time.monotonic(), done
+        now = self._last = time.monotonic()
+        self._done = done
         self._began = self._began or now
         if self._ended:
             return
@@ -103,15 +104,15 @@ class Trying:
             self._note(f"{self.WHAT}: {done} so far")
             self._shown = now
 
-    def end(self) -> None:
-        """Remove the bar and say what was tried. Later trials are said at the end of the block, so
-        that nothing is drawn into a text."""
-        self._ended = True
+    def end(self, *, lines: bool = False) -> None:
+        """Remove the bar and say what was tried. lines: Lines tell of later trials; else only one
+        does, at the end of the block, so that nothing is drawn into a text."""
+        self._ended, self._draws, self._shown = not lines, False, 0.0
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if tried := self._done - self._said:
-            seconds = time.monotonic() - self._began
+            seconds = self._last - self._began
             kernels = "kernel" if tried == 1 else "kernels"
             self._note(f"tried {tried} {kernels} on this GPU in {seconds:.1f} s, once")
             self._said, self._began = self._done, 0.0

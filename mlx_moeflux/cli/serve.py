@@ -32,6 +32,7 @@ from mlx_moeflux.cli.common import (
     prompt_cache,
     refuse,
 )
+from mlx_moeflux.cli.messages import Trying, write_line
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.installation import install_command
 
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-step-size", type=int, help="tokens a call (default: 2048, streamed: all)")
     pause = "longest wait of replies for a prompt, default %(default)s"
     add("--max-pause", type=float, default=0.3, metavar="SECONDS", help=pause)
+    add("--no-warm-up", action="store_true", help="serve before kernels have run once")
     add("--max-waiting", type=int, default=128, help="requests that wait, default %(default)s")
     add(
         "--kv-memory",
@@ -128,9 +130,19 @@ def run(args: argparse.Namespace) -> int:
             service = Service(model, tokenizer, service_options, engine_options, states, memory)
             host, port = bound.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            line = f"serving {path} on http://{shown}:{port}\n"
-            app = make_app(service, limits)
-            Server(app, limits, lambda: sys.stderr.write(line)).run(sockets=[bound])
+            url = f"http://{shown}:{port}"
+            with Trying() as trying:
+
+                def listening() -> None:
+                    if engine_options.warm_up:
+                        write_line(f"warming up, as {url}/health says; --no-warm-up leaves it out")
+
+                def ready() -> None:
+                    trying.end(lines=True)
+                    write_line(f"serving {path} on {url}")
+
+                app = make_app(service, limits)
+                Server(app, limits, ready, listening).run(sockets=[bound])
     return 0
 
 
@@ -318,6 +330,7 @@ def _engine_options(args: argparse.Namespace) -> Any:
         concurrency=args.decode_concurrency,
         prompts=args.prompt_concurrency,
         waiting=args.max_waiting,
+        warm_up=not args.no_warm_up,
         state_bytes=parse_budget(args.kv_memory, 0, what="--kv-memory"),
         prefill_step_size=args.prefill_step_size,
         max_pause=args.max_pause,

@@ -6,7 +6,7 @@ import copy
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -468,21 +468,38 @@ class BatchGenerator:
         self._prefill = self._parked = self._newest = None
         self._batch.leave(list(self._batch.names))
 
-    def warm_up(self, prompt_tokens: int = 32) -> None:
-        """Run prompts in every batch size that is a power of two, to compile kernels and allocate
-        buffers before the first request."""
+    def warm_up(
+        self,
+        prompt_tokens: int = 32,
+        *,
+        most: int | None = None,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Run prompts in every batch size that is a power of two, to compile and to try kernels
+        before the first request. Their states take at most `state_bytes` and are freed.
+
+        most: Sequences of the largest batch; None: as many as take a step. go_on: Asked before each
+        step; the rest is left out once it is False.
+        """
         self._check_open()
-        for power in range(self.completion_batch_size.bit_length()):
+        most = min(most or self.completion_batch_size, self.completion_batch_size)
+        prompt_tokens = min(prompt_tokens, self.model.context_left() - 2)
+        for count in (2**power for power in range(most.bit_length())):
+            if prompt_tokens < 1 or not self._fit([prompt_tokens + 2] * count):
+                return
             with BatchGenerator(
                 self.model,
                 max_tokens=2,
-                completion_batch_size=2**power,
+                completion_batch_size=count,
                 prefill_batch_size=self.prefill_batch_size,
                 prefill_step_size=self.prefill_step_size,
+                state_bytes=self.state_bytes,
             ) as trial:
-                trial.insert([[0] * prompt_tokens] * 2**power)
-                while trial.next():
-                    pass
+                trial.insert([[0] * prompt_tokens] * count)
+                while len(trial):
+                    if not go_on():
+                        return
+                    trial.step()
 
     def __len__(self) -> int:
         """Return the number of unfinished sequences."""

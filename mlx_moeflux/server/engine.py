@@ -39,6 +39,10 @@ LOG = logging.getLogger("mlx_moeflux.server")
 # Tokens of a prompt whose activations may stay allocated between two prompts.
 KEPT_PROMPT = 8192
 
+# Sequences of the largest batch that is warmed up. NVIDIA's compiler makes other kernels for larger
+# ones, so that all sizes are warmed up there.
+WARM_BATCH = 8
+
 # An idle engine waits so long for prompts that are being rendered.
 GATHER_SECONDS = 0.02
 
@@ -94,6 +98,7 @@ class EngineOptions:
     concurrency: Most replies that take a step together.
     prompts: Most prompts read together.
     waiting: Most further requests; state_bytes: Most bytes of all states.
+    warm_up: Run small prompts and steps before the first request.
     prefill_step_size, max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`.
     idle_release: Seconds without a request after which the experts' memory is freed; None: never.
     pressure: What tells that memory is scarce, so that banks shrink; None: they do not.
@@ -103,6 +108,7 @@ class EngineOptions:
     concurrency: int = 32
     prompts: int = 8
     waiting: int = 128
+    warm_up: bool = False
     state_bytes: int | None = None
     prefill_step_size: int | None = None
     max_pause: float = 0.3
@@ -136,22 +142,25 @@ class Engine:
         self._live: set[Job] = set()  # of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._stopped = self._warm = False
+        self._stopped = self._warm = self._closing = False
+        self._on_warm: Callable[[], object] = lambda: None
         self._samplers = functools.lru_cache(64)(_shared_sampler)
         self._generator = self._make_generator()
         self.elastic = elastic_banks(model, options.pressure, LOG.warning)
         self.workload = Workload()
         self.expected = 0
 
-    def start(self) -> None:
-        """Start the thread; compile the kernels of a GPU before the first request."""
-        self._loop = asyncio.get_running_loop()
+    def start(self, on_warm: Callable[[], object] = lambda: None) -> None:
+        """Start the thread, which warms up before the first request. on_warm: Called in the event
+        loop once it has, or would not."""
+        self._loop, self._on_warm = asyncio.get_running_loop(), on_warm
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
 
     async def close(self) -> None:
         """End the thread, and all replies with an error."""
         if self._thread is not None:
+            self._closing = True
             self._commands.put(self._stop)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
@@ -162,9 +171,10 @@ class Engine:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def ready(self) -> bool:
-        """Return True while requests are answered without delay by kernels that compile."""
-        return self.alive and self._warm
+    def warm(self) -> bool:
+        """Return True once requests are answered without delay by kernels that compile or have
+        trials."""
+        return self._warm
 
     @property
     def live(self) -> int:
@@ -236,9 +246,7 @@ class Engine:
     def _run(self) -> None:
         try:
             with LIMITS.held(self._needs()):
-                if device.kind() != "cpu":
-                    self._generator.warm_up()
-                self._warm = True
+                self._warm_up()
                 while not self._stopped:
                     self._carry_out()
                     self._step()
@@ -251,6 +259,18 @@ class Engine:
             failed = RequestError("the model ended; the server's log says why.", status=500)
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._end_live, failed)
+
+    def _warm_up(self) -> None:
+        if self.options.warm_up:
+            most = None if device.kind() == "cuda" else WARM_BATCH
+            try:
+                self._generator.warm_up(most=most, go_on=lambda: not self._closing)
+            except Exception as error:  # noqa: BLE001  # requests meet it again, or other kernels
+                LOG.error("the warm-up failed: %s", _line(error))
+        self._warm = True
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # a loop that was closed meanwhile
+            self._loop.call_soon_threadsafe(self._on_warm)
 
     def _needs(self) -> Needs:
         prompt = min(KEPT_PROMPT, self.model.context_left())

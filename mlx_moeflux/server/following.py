@@ -55,10 +55,11 @@ class LeadingGenerator(BatchGenerator):
             self._ranks.fail(error)
             leave(f"a step failed on rank 0: {error}")
 
-    def warm_up(self, prompt_tokens: int = 32) -> None:
-        """See :meth:`BatchGenerator.warm_up`."""
-        self._send("warm_up", prompt_tokens=prompt_tokens)
-        super().warm_up(prompt_tokens)
+    def warm_up(self, prompt_tokens: int = 32, *, most: int | None = None, **_: Any) -> None:
+        """See :meth:`BatchGenerator.warm_up`; without ``go_on``, which ranks would hear of at
+        different steps."""
+        self._send("warm_up", prompt_tokens=prompt_tokens, most=most)
+        super().warm_up(prompt_tokens, most=most)
 
     def close(self) -> None:
         """See :meth:`BatchGenerator.close`."""

@@ -56,11 +56,20 @@ class Server(uvicorn.Server):
     """A server that starts the engine, on the first signal finishes the replies under way within a
     bound, and on the second ends at once.
 
-    on_ready: Called when clients can connect.
+    on_listening: Called when clients can connect. on_ready: Called when the engine is warm besides;
+    requests before that wait for it.
     """
 
-    def __init__(self, app: Guard, limits: Limits, on_ready: Callable[[], object] = lambda: None):
-        self._app, self._limits, self._on_ready = app, limits, on_ready
+    def __init__(
+        self,
+        app: Guard,
+        limits: Limits,
+        on_ready: Callable[[], object] = lambda: None,
+        on_listening: Callable[[], object] = lambda: None,
+    ):
+        self._app, self._limits = app, limits
+        self._on_ready, self._on_listening = on_ready, on_listening
+        self._announcing: asyncio.Future[None] | None = None
         protocol = type("Bounded", (BoundedProtocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
@@ -80,9 +89,16 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.service.engine.start()
+        warm = asyncio.Event()
+        self._app.service.engine.start(warm.set)
         await super().startup(sockets)
-        self._on_ready()
+        self._on_listening()
+        self._announcing = asyncio.ensure_future(self._announce(warm))
+
+    async def _announce(self, warm: asyncio.Event) -> None:
+        await warm.wait()
+        if not self.should_exit:
+            self._on_ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,6 +126,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what runs, and drop it after the bound or a second signal."""
         self._app.service.draining = True
+        if self._announcing is not None:
+            self._announcing.cancel()
         live, seconds = self._app.service.engine.live, self._limits.shutdown_seconds
         LOG.info("ending: replies that run or wait: %d; they have %g s", live, seconds)
         dropping = asyncio.ensure_future(self._drop_later())

@@ -96,7 +96,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.engine.ready and not self.draining
+        return self.engine.alive and self.engine.warm and not self.draining
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name if the server is strict."""

@@ -58,7 +58,7 @@ OPTIONS = {
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
         --decode-concurrency --fixed-memory --host --idle-release --kv-memory --log-level
-        --max-pause --max-tokens --max-waiting --min-p --model --model-name --port
+        --max-pause --max-tokens --max-waiting --min-p --model --model-name --no-warm-up --port
         --prefill-step-size --prompt-cache --prompt-cache-bytes --prompt-cache-disk
         --prompt-concurrency --reasoning-parser
         --shutdown-timeout --strict-model --temp --timeout --tool-parser --top-k --top-p

@@ -425,6 +425,55 @@ def test_warm_up_leaves_nothing_behind(hybrid):
         assert [reply.uid for reply in generator.next()] == [uid] == [0]
 
 
+def test_warm_up_keeps_to_its_memory_and_its_sizes(hybrid, monkeypatch):
+    batches, step = [], BatchGenerator.step
+
+    def counted(self):
+        found = step(self)
+        batches.append((self.completion_batch_size, self.nbytes))
+        return found
+
+    monkeypatch.setattr(BatchGenerator, "step", counted)
+
+    def sizes(state_bytes=None, **options):
+        batches.clear()
+        with BatchGenerator(hybrid, completion_batch_size=16, state_bytes=state_bytes) as generator:
+            generator.warm_up(5, **options)
+        assert state_bytes is None or max((n for _, n in batches), default=0) <= state_bytes
+        return sorted({size for size, _ in batches})
+
+    one = hybrid.state_bytes(7)
+    assert sizes() == [1, 2, 4, 8, 16]
+    assert sizes(most=8) == [1, 2, 4, 8]
+    assert sizes(3 * one) == [1, 2]
+    assert sizes(one - 1) == []
+    asked = iter([True, True, False])
+    sizes(go_on=lambda: next(asked))
+    assert len(batches) == 2
+
+
+def test_warm_up_holds_the_memory_of_its_states_and_frees_it(hybrid):
+    def peak(count):
+        gc.collect()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        states = count * hybrid.state_bytes(42)
+        with BatchGenerator(hybrid, completion_batch_size=16, state_bytes=states) as generator:
+            generator.warm_up(40)
+        gc.collect()
+        assert mx.get_active_memory() <= before + one // 4
+        return mx.get_peak_memory() - before
+
+    one = hybrid.state_bytes(42)
+    peak(1)
+    few, many = peak(2), peak(8)
+    # A copy while sequences join, and activations of a prompt.
+    activations = hybrid.activation_bytes(8 * 40)
+    assert few <= 3 * 2 * one + activations
+    assert many <= 3 * 8 * one + activations
+
+
 # The store remembers the last few outputs that read its bank. A state of one token has 278 kB.
 SLACK = 8192
 

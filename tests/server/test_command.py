@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -30,15 +31,16 @@ BODY = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8}
 
 
 @contextlib.contextmanager
-def serving(*arguments: str):
-    """(process, address) of a server that is ready; `said`: The lines of the process so far."""
-    command = [sys.executable, "-m", "mlx_moeflux", "serve", "--port", "0", *arguments]
+def serving(*arguments: str, program=("-m", "mlx_moeflux"), warm=("--no-warm-up",)):
+    """(process, address) of a server that is ready, or warms up; `said`: The lines of the process
+    so far."""
+    command = [sys.executable, *program, "serve", "--port", "0", *warm, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     process.said = []
     try:
         for line in process.stderr:
             process.said.append(line)
-            if found := re.search(r"serving .* on (http://\S+)", line):
+            if found := re.search(r"(?:serving .* on|warming up, as) (http://[^\s/]+)", line):
                 break
         else:
             raise AssertionError(f"it ended with {process.wait()}")
@@ -111,6 +113,45 @@ def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
     )
     assert re.search(r"^\S+ \S+ ending: replies that run or wait: 1; they have 30 s$", said, re.M)
     assert "Traceback" not in said
+
+
+def test_it_serves_after_its_warm_up(talking):
+    with serving("--model", talking, warm=()) as (process, url):
+        assert process.said[-1] == (
+            f"warming up, as {url}/health says; --no-warm-up leaves it out\n"
+        )
+        with post(url, {**BODY, "max_tokens": 2}) as reply:
+            assert reply.status == 200
+        assert process.stderr.readline() == f"serving {talking} on {url}\n"
+        with urllib.request.urlopen(f"{url}/health", timeout=120) as reply:
+            assert json.load(reply) == {"status": "ok"}
+
+
+# A step of the warm-up never ends it.
+SLOW = """
+import time
+from mlx_moeflux.cli import main
+from mlx_moeflux.generation.batch import BatchGenerator
+
+BatchGenerator.step = lambda self: time.sleep(0.01)
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_the_warm_up(talking, sent):
+    with serving("--model", talking, warm=(), program=("-c", SLOW)) as (process, url):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{url}/health", timeout=120)
+        assert refused.value.code == 503
+        refused.value.close()
+        process.send_signal(sent)
+        said = process.stderr.read()
+        assert process.wait(60) == 0  # as from a server that serves
+    (line,) = [line for line in said.splitlines() if "refused with 503" not in line]
+    assert "ending: replies that run or wait: 0" in line
 
 
 def test_two_signals_end_it_at_once(talking):

@@ -13,6 +13,7 @@ import pytest
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.server.engine import EngineOptions
 from tests.server.conftest import MESSAGES, events_of, served, wait_until, with_limits
 
@@ -170,6 +171,54 @@ def test_metrics_follow_a_prompt_by_layers(tiny, monkeypatch):
             assert f"mlx_moeflux_prompt_share {passed / layers}\n" in text
         turn.release(9)
         thread.join()
+
+
+def test_what_comes_during_the_warm_up_waits_for_it(tiny, monkeypatch):
+    original, turn = BatchGenerator.warm_up, threading.Event()
+
+    def warm_up(self, **options):
+        assert turn.wait(60)
+        return original(self, **options)
+
+    monkeypatch.setattr(BatchGenerator, "warm_up", warm_up)
+    options, limits = EngineOptions(warm_up=True), with_limits(keep_alive_seconds=0.02)
+    with served(*tiny, engine=options, limits=limits) as server:
+        status, reply = server.ask("/health")
+        assert (status, "warms up" in reply["error"]["message"]) == (503, True)
+        assert int(server.headers["Retry-After"]) >= 1
+        assert server.ask("/v1/models")[0] == 200
+        connection, response = opened(server, {**LONG, "max_tokens": 2})
+        assert json.loads(next_data(response))["choices"][0]["delta"] == {}  # it is kept waiting
+        turn.set()
+        wait_until(lambda: server.ask("/health") == (200, {"status": "ok"}))
+        assert events_of(response.read().decode())[-1] == (None, "[DONE]")
+        connection.close()
+        assert server.service.engine._generator.nbytes == 0
+
+
+def test_a_warm_up_that_fails_is_said_and_the_server_serves(tiny, monkeypatch, caplog):
+    def warm_up(self, **options):
+        raise ExpertFileError("pulled\nout")
+
+    monkeypatch.setattr(BatchGenerator, "warm_up", warm_up)
+    with served(*tiny, engine=EngineOptions(warm_up=True)) as server:
+        assert server.chat(max_tokens=1)
+        assert server.ask("/health")[0] == 200
+    assert "the warm-up failed: ExpertFileError: pulled out" in caplog.text
+
+
+def test_an_end_does_not_wait_for_the_warm_up(tiny, monkeypatch):
+    begun = threading.Event()
+
+    def step(self):
+        begun.set()
+        threading.Event().wait(0.01)  # and never finishes
+
+    monkeypatch.setattr(BatchGenerator, "step", step)
+    with served(*tiny, engine=EngineOptions(warm_up=True)) as server:
+        assert begun.wait(60)
+        assert server.ask("/health")[0] == 503
+    assert not server.service.engine.alive
 
 
 CHUNK = {"index": 0, "finish_reason": None, "logprobs": None}

@@ -35,6 +35,9 @@ def lengths(service: Service) -> dict[str, Any]:
     return {**dict.fromkeys((*names, "max_input_tokens"), most), "meta": {"n_ctx": most}}
 
 
+# After which a client may ask again whether a server that warms up is ready.
+WARM_UP_SECONDS = 2
+
 # Codex gives a model of the catalogue no instructions of its own.
 CODEX_INSTRUCTIONS = """\
 You are a coding agent in a terminal. You and the user work on the files of one folder.
@@ -158,10 +161,15 @@ def health(service: Service) -> dict[str, Any]:
     """Return the state of a server that answers.
 
     Raises:
-        RequestError: It does not, or no longer.
+        RequestError: It does not yet, or no longer.
     """
+    if service.draining:
+        raise RequestError("the server is shutting down.", status=503)
+    if not service.engine.alive:
+        raise RequestError("the model does not run any more.", status=503)
     if not service.ready:
-        raise RequestError("the server is not ready.", status=503)
+        reason = "the server warms up; requests wait until it has."
+        raise RequestError(reason, status=503, retry_after=WARM_UP_SECONDS)
     return {"status": "ok"}
 
 
