@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
+import codecs
 import importlib
-import itertools
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from mlx_moeflux._version import __version__
 from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.messages import say
-from mlx_moeflux.errors import InputError, MoefluxError, UnsupportedError
+from mlx_moeflux.cli.parser import Parser, suggestion
+from mlx_moeflux.errors import MoefluxError, UnsupportedError
 
 # Command -> purpose. Its module in this package has add_arguments(parser) and run(args), and
 # NEEDS_MLX = False if it runs without an MLX back end. One that needs it keeps a Mac awake until it
@@ -47,8 +45,6 @@ COMMANDS = {
 
 # Another name of a command, mlx-lm's or one that people type -> ours.
 ALIASES = {"server": "serve", "run": "chat"}
-# -- as the value of an option: --flag=--, -f=-- or -f--.
-_NO_VALUE = re.compile(r"(--[\w-]+)=--|(-[A-Za-z])=?--")
 
 
 def _own_name(command: str) -> str:
@@ -62,76 +58,6 @@ def _description(command: str) -> str:
 
 def command_module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{_own_name(name).replace('-', '_')}")
-
-
-class Parser(argparse.ArgumentParser):
-    """Parser that refuses ``--`` as the value of an option, which argparse turns into no value in
-    some versions, and suggests an option for one that is misspelt."""
-
-    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, rest = self.parse_known_args(args, namespace)
-        if rest:
-            command = getattr(found, "command", None)
-            instead = f"; see {' '.join(filter(None, (self.prog, command)))} --help"
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest) or instead}")
-        return found
-
-    def _print_message(self, message, file=None):
-        # Early releases of Python 3.11 do not suppress this: the status would be another.
-        with contextlib.suppress(OSError):
-            super()._print_message(message, file)
-
-    def _hint(self, rest: Sequence[str]) -> str:
-        """Return the end of a message about words that no option takes."""
-        actions = self._every_action()
-        options = [flag for action in actions for flag in action.option_strings]
-        places = [action.dest for action in actions if not action.option_strings]
-        for flag in (word.partition("=")[0] for word in rest if word.startswith("-")):
-            if flag[2:] in places:
-                return f"; give the {flag[2:]} without {flag}"
-            if hint := _suggestion(flag, options):
-                return hint
-        if places or all(word.startswith("-") for word in rest):
-            return ""
-        takers = " or ".join(flag for flag in ("--prompt", "--model") if flag in options)
-        return takers and f"; give it with {takers}, in quotes if it has spaces"
-
-    def _every_action(self) -> list[argparse.Action]:
-        """Return the options and places that can be given, those of a command included."""
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                actions.remove(action)
-                actions += (one for parser in action.choices.values() for one in parser._actions)
-        return actions
-
-    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Whether argparse drops this value or passes it on depends on the version of Python.
-        for word in itertools.takewhile(lambda word: word != "--", args or ()):
-            if match := _NO_VALUE.fullmatch(word):
-                raise InputError(f"{match[1] or match[2]} has no value: -- only ends the options.")
-        found, rest = super().parse_known_args(args, namespace)
-        for action in self._actions:
-            value = getattr(found, action.dest, None)
-            lost = isinstance(value, list) and (value == [] or [] in value)
-            if lost and action.nargs in (None, "+") and value is not action.default:
-                raise InputError(
-                    f"{'/'.join(action.option_strings) or action.dest} has no value: -- only ends "
-                    "the options."
-                )
-        return found, rest
-
-
-def _suggestion(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about `word`: the longest of the `known` words that it begins
-    with, else the likeliest, if one is like it."""
-    known = list(known)
-    begins = [one for one in known if len(one) > 4 and word.startswith(one)]
-    # Without the dashes, which would make every flag like every other one.
-    names = {one.lstrip("-"): one for one in known}
-    near = [names[name] for name in difflib.get_close_matches(word.lstrip("-"), names, n=1)]
-    close = sorted(begins, key=len)[-1:] or near
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 class Version(argparse.Action):
@@ -161,10 +87,12 @@ def _run(arguments: Sequence[str]) -> int:
     command = _own_name(arguments[0]) if arguments else ""
     parser = make_parser(command)
     if command and not command.startswith("-") and command not in COMMANDS:
-        hint = _suggestion(command, [*COMMANDS, *ALIASES])
+        hint = suggestion(command, [*COMMANDS, *ALIASES])
         parser.error(
             f"there is no command '{command}'{hint or '; there are ' + ', '.join(COMMANDS)}"
         )
+    if command.startswith("--") and set(arguments) & {*COMMANDS, *ALIASES}:
+        parser.error(f"{command} stands before the command; give options after it")
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()
@@ -175,7 +103,9 @@ def _run(arguments: Sequence[str]) -> int:
 def make_parser(*chosen: str) -> Parser:
     """Return the parser of all commands, with the options of those `chosen`."""
     parser = Parser(
-        prog="mlx_moeflux", description="Mixture-of-Experts models larger than memory, on MLX."
+        prog="mlx_moeflux",
+        description="Mixture-of-Experts models larger than memory, on MLX.",
+        elsewhere=_commands_with,
     )
     parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -191,13 +121,24 @@ def make_parser(*chosen: str) -> Parser:
     return parser
 
 
+def _commands_with(flag: str) -> list[str]:
+    """Return the commands that have an option of this name of their own."""
+    found = []
+    for name in COMMANDS:
+        parser = Parser(add_help=False)
+        command_module(name).add_arguments(parser)
+        if any(flag in action.option_strings for action in parser.shown_actions()):
+            found.append(name)
+    return found
+
+
 def script() -> int:
     """Run the script ``mlx_moeflux.COMMAND`` that was called, and return the exit status."""
     program = Path(sys.argv[0]).name
     command = program.removeprefix("mlx_moeflux.")
 
     def run() -> int:
-        parser = Parser(prog=program, description=_description(command))
+        parser = Parser(prog=program, description=_description(command), elsewhere=_commands_with)
         _add_arguments(parser, command)
         return _run_command(command, parser.parse_args())
 
@@ -260,6 +201,12 @@ def _report(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader closed stdout.
         return 0
+    if isinstance(error, UnicodeEncodeError) and _is_of_stdout(error.encoding):
+        mend = "utf-8:surrogateescape" if _is_of_stdout("utf-8") else "utf-8"
+        character = f"U+{ord(error.object[error.start]):04X}"
+        message = f"the output cannot have {character} in {error.encoding}"
+        say("error", MoefluxError(f"{message}; set PYTHONIOENCODING={mend}."))
+        return 1
     if isinstance(error, OSError):
         # Commands name the files that they cannot read or write; left are the standard streams.
         what = error.filename if error.filename is not None else "the output"
@@ -267,6 +214,10 @@ def _report(error: BaseException) -> int:
         say("error", MoefluxError(f"{what} cannot be read or written: {reason}."))
         return 1
     raise error
+
+
+def _is_of_stdout(encoding: str) -> bool:
+    return codecs.lookup(encoding) == codecs.lookup(sys.stdout.encoding or "utf-8")
 
 
 def _open_closed_streams() -> None:

@@ -128,7 +128,8 @@ def _command(args: argparse.Namespace) -> str:
     words = ["mlx_moeflux benchmark"]
     for action in parser._actions:
         value = getattr(args, action.dest, action.default)
-        if action.dest in places or value == action.default or value is None:
+        named = action.dest not in places and action.option_strings
+        if not named or value == action.default or value is None:
             continue
         words.append(action.option_strings[0])
         if isinstance(value, tuple):

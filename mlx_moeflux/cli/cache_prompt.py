@@ -12,6 +12,7 @@ from mlx_moeflux.cli.common import (
     add_model_arguments,
     add_prompt_arguments,
     add_stats_arguments,
+    check_text,
     given_prompt,
     load_options,
     refuse,
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.checkpoint.model_name import parse_model_name
     from mlx_moeflux.generation import text
 
+    text.check_numbers(0, args.prefill_step_size, None)
+    check_text("--eos-token", args.eos_token or "")
     prompt: Any = given_prompt(args)
     if prompt is None:
         raise InputError("there is no prompt; give --prompt, --prompt-file or standard input.")

@@ -27,15 +27,19 @@ from mlx_moeflux.cli.common import (
     add_model_arguments,
     add_sampling_arguments,
     add_stats_arguments,
+    check_text,
     hint_speed,
     kept_by_xtc,
     load_options,
     memory_pressure,
+    model_or_bundled,
     prompt_cache,
+    prompt_cache_limit,
     quiet_unless_first,
     refuse,
     stats_table,
     template_options,
+    with_standard_input,
 )
 from mlx_moeflux.cli.messages import Trying, say
 from mlx_moeflux.errors import InputError, MoefluxError
@@ -65,8 +69,8 @@ ROLES = ("system", "user", "assistant")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("name", nargs="?", metavar="MODEL", help="the same as --model")
     add_model_arguments(parser)
+    add("question", nargs="?", metavar="QUESTION", help="answer only this, and end")
     add("--system-prompt", help="system message")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
     add("--max-tokens", "-m", type=int, default=256, help="of a reply, default %(default)s")
@@ -95,8 +99,9 @@ def _run(args: argparse.Namespace, awake: Awake) -> int:
 
     options = template_options(args)
     _check(args)
+    question = None if args.question is None else with_standard_input(args, args.question)
     model, tokenizer = loading.load(
-        args.name or args.model or loading.BUNDLED_MODEL,
+        model_or_bundled(args, "give MODEL before QUESTION"),
         revision=args.revision,
         **{**load_options(args), "reserved_memory": PROMPT_SHARE},
         verbose=True,
@@ -110,6 +115,9 @@ def _run(args: argparse.Namespace, awake: Awake) -> int:
         mx.random.seed(args.seed % 2**64)
         frontend = make_frontend(args, quiet=not model.leads)
         conversation = Conversation(args, model, tokenizer, cache, options, frontend, elastic)
+        if question is not None:
+            conversation.turn(question)
+            return 0
         if tokenizer.chat_template is None:
             frontend.note("the model has no chat template, so it continues your text")
         frontend.note("/help lists the commands, /quit leaves")
@@ -125,14 +133,15 @@ def _check(args: argparse.Namespace) -> None:
     """Check the options of a reply before loading.
 
     Raises:
-        InputError: An option is out of range.
+        InputError: An option is out of range, or a text is not UTF-8.
     """
     from mlx_moeflux.generation.idle import check_idle_release
     from mlx_moeflux.generation.sampling import make_sampler
     from mlx_moeflux.generation.text import check_numbers
 
-    if args.name and args.model:
-        raise InputError("give MODEL or --model, not both.")
+    check_text("--system-prompt", args.system_prompt or "")
+    check_text("QUESTION", args.question or "")
+    prompt_cache_limit(args)
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
     check_idle_release(args.idle_release)
     make_sampler(
@@ -261,8 +270,8 @@ class Conversation:
                         if self._elastic is not None:
                             self._elastic.look()
             except KeyboardInterrupt as interrupt:
-                if self._args.distributed:
-                    raise  # the other ranks are in the middle of the reply
+                if self._args.distributed or self._args.question is not None:
+                    raise  # the other ranks are in the middle of it, or nothing is to follow
                 signals.handled(interrupt)
                 shown.interrupted()
             shown.end(self._last)

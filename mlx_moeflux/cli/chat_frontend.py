@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
+from mlx_moeflux.cli.common import read_standard_input
 from mlx_moeflux.server.reasoning import Splitter
 
 
@@ -61,7 +62,7 @@ class PlainFrontend:
         self._hidden, self._quiet = hidden, quiet
 
     def line(self) -> str:
-        return input(">> " if sys.stdin.isatty() else "")
+        return read_standard_input(lambda: input(">> " if sys.stdin.isatty() else ""))
 
     def note(self, text: str) -> None:
         if not self._quiet:

@@ -9,7 +9,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ MODEL = "directory, Hugging Face id or short name"
 
 # After so long without a word on standard input, say that it is read.
 NOTICE_SECONDS = 2.0
+
+LINE_END = "\n"
 
 # What a prompt cache has of the memory that a model may fill.
 PROMPT_SHARE = "10%"
@@ -93,10 +95,42 @@ def add_sampling_arguments(
         )
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and ``--revision``."""
-    parser.add_argument("--model", help=f"{MODEL} (default: the bundled model)")
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    *names: str,
+    text: str = f"{MODEL} (default: the bundled model)",
+) -> None:
+    """Add MODEL as a word, ``--model`` and ``--revision``. names: Others of ``--model``. text: Its
+    help."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--model", *names, help=text)
     add_revision_argument(parser)
+
+
+def required_model(args: argparse.Namespace) -> str:
+    """Return the model of a command that has no default.
+
+    Raises:
+        InputError: None was given.
+    """
+    if args.model is None:
+        raise InputError("there is no model; give MODEL or --model.")
+    return args.model
+
+
+def model_or_bundled(args: argparse.Namespace, mend: str) -> str | Path:
+    """Return the model, the bundled one if none was given. mend: What a sentence in the place of
+    MODEL is told.
+
+    Raises:
+        InputError: MODEL is a sentence, and no such file.
+    """
+    from mlx_moeflux.loading import BUNDLED_MODEL
+
+    model = args.model
+    if model is not None and len(model.split()) > 1 and not Path(model).expanduser().exists():
+        raise InputError(f"MODEL is {model!r}, which is no model; {mend}.")
+    return BUNDLED_MODEL if model is None else model
 
 
 def add_revision_argument(parser: argparse.ArgumentParser) -> None:
@@ -203,16 +237,27 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
     """Yield the cache of :func:`add_cache_arguments`, or None; write pending states at exit."""
     from mlx_moeflux.cache.prompt.cache import PromptCache
-    from mlx_moeflux.experts.budget import parse_budget
 
+    limit = prompt_cache_limit(args)
     if args.prompt_cache is None:
         yield None
         return
+    with PromptCache(args.prompt_cache, disk_bytes=limit, **options) as cache:
+        yield cache
+
+
+def prompt_cache_limit(args: argparse.Namespace) -> int:
+    """Return the bytes of ``--prompt-cache-disk``.
+
+    Raises:
+        InputError: They are no amount.
+    """
+    from mlx_moeflux.experts.budget import parse_budget
+
     limit = parse_budget(args.prompt_cache_disk, 0, what="prompt cache's size")
     if limit is None:
         raise InputError("--prompt-cache-disk is auto; give an amount such as 20GB.")
-    with PromptCache(args.prompt_cache, disk_bytes=limit, **options) as cache:
-        yield cache
+    return limit
 
 
 def leads() -> bool:
@@ -253,48 +298,87 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
         raise InputError(f"{flag} is not JSON ({error}).") from None
     if not isinstance(found, dict):
         raise InputError(f"{flag} must be a JSON object.")
+    check_text(flag, json.dumps(found, ensure_ascii=False))
     return found
+
+
+def check_text(flag: str, text: str) -> None:
+    """Raise an InputError if a text from outside has a character that UTF-8 does not, such as half
+    of a pair or a byte that could not be decoded."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{flag} is not UTF-8 at character {error.start + 1}; re-encode the text."
+        ) from None
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, *short: str, default: str = "") -> None:
     """Add the options of :func:`given_prompt`. default: What is used if nothing is given."""
-    text = "text, or - for standard input, which is read if it is a pipe or a file"
+    text = "text, after that of standard input if that is a pipe or a file; -: only the latter"
     parser.add_argument("--prompt", *short, help=text + default)
     parser.add_argument("--prompt-file", metavar="FILE", help="text file with the prompt")
 
 
 def given_prompt(args: argparse.Namespace) -> str | None:
-    """Return the prompt of the options or of standard input, None if there is none.
+    """Return the prompt of the options and of standard input, None if there is neither.
 
-    In an option ``\\n`` is a newline. Without an option, standard input is read if it is a pipe or
-    a regular file and the run has one process; one that is empty is no prompt.
+    In an option ``\\n`` is a newline.
 
     Raises:
-        InputError: Both options are given, or the text cannot be read.
+        InputError: Both options are given, or the text is empty, cannot be read or is not UTF-8.
     """
     if args.prompt is not None and args.prompt_file is not None:
         raise InputError("give --prompt or --prompt-file, not both.")
     if args.prompt_file is not None:
-        return _decoded(read_whole(Path(args.prompt_file), error=InputError), args.prompt_file)
+        text = _decoded(read_whole(Path(args.prompt_file), error=InputError), args.prompt_file)
+        if not text:
+            raise InputError(f"{args.prompt_file} is empty; give a file with a prompt.")
+        return with_standard_input(args, text)
     if args.prompt == "-":
-        return _standard_input()
+        return _full(read_standard_input(sys.stdin.read))
     if args.prompt is not None:
-        return args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    if getattr(args, "distributed", False) or not _is_redirected(sys.stdin):
-        return None
+        check_text("--prompt", args.prompt)
+        text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+        return with_standard_input(args, text)
+    return with_standard_input(args, None)
+
+
+def with_standard_input(args: argparse.Namespace, text: str | None) -> str | None:
+    """Return what standard input has, and `text` after it on a line of its own.
+
+    It is read if it is a pipe or a regular file, or without a `text` a socket, and the run has one
+    process. Of several processes the launcher has the pipe.
+
+    Raises:
+        InputError: It is not UTF-8, or empty without a `text`.
+    """
+    kinds = (stat.S_ISFIFO, stat.S_ISREG) if text else (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
+    mode = _mode(sys.stdin)
+    if getattr(args, "distributed", False) or not any(kind(mode) for kind in kinds):
+        return text
     # Without this line a program that left the pipe open would see a process that hangs.
     if not select.select([sys.stdin], [], [], NOTICE_SECONDS)[0]:
-        print("waiting for the prompt on standard input; --prompt gives one", file=sys.stderr)
-    return _standard_input() or None
+        instead = "; --prompt gives one" if text is None else ", which </dev/null leaves out"
+        print(f"waiting for the prompt on standard input{instead}", file=sys.stderr)
+    found = read_standard_input(sys.stdin.read)
+    if text is None:
+        return _full(found)
+    return f"{found.removesuffix(LINE_END)}{LINE_END}{text}" if found else text
 
 
-def _is_redirected(stream: Any) -> bool:
-    """Return True if a stream reads a pipe or a regular file: no terminal, device or socket."""
+def _full(found: str) -> str:
+    if not found:
+        raise InputError("standard input is empty, so there is no prompt; write one to it.")
+    return found
+
+
+def _mode(stream: Any) -> int:
+    """Return the mode of the file that a stream reads, 0 without one."""
     try:
-        mode = os.fstat(stream.fileno()).st_mode
+        return os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):  # closed, or replaced by an object of Python
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+        return 0
 
 
 def _decoded(text: bytes, file: str) -> str:
@@ -306,13 +390,20 @@ def _decoded(text: bytes, file: str) -> str:
         ) from None
 
 
-def _standard_input() -> str:
+def read_standard_input(read: Callable[[], str]) -> str:
+    """Return what `read` gives of standard input.
+
+    Raises:
+        InputError: It is not of the encoding that was chosen for it.
+    """
     try:
-        return sys.stdin.read()
+        text = read()
     except UnicodeDecodeError as error:
         raise InputError(
-            f"standard input is not {error.encoding} at byte {error.start}; re-encode the prompt."
+            f"standard input is not {error.encoding} at byte {error.start}; re-encode it."
         ) from None
+    check_text("standard input", text)
+    return text
 
 
 def kept_by_xtc(tokenizer: Any, vocabulary: int) -> list[int]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli.common import MODEL, add_load_arguments, add_revision_argument, refuse
+from mlx_moeflux.cli.common import (
+    MODEL,
+    add_load_arguments,
+    add_model_arguments,
+    refuse,
+    required_model,
+)
 from mlx_moeflux.cli.messages import Bar
 
 REFUSED = {
@@ -17,8 +23,7 @@ REFUSED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", "--hf-path", required=True, help=MODEL)
-    add_revision_argument(parser)
+    add_model_arguments(parser, "--hf-path", text=MODEL)
     add("--mlx-path", "--out", default="mlx_model", help="directory to write, default %(default)s")
     add("--layout", choices=["packed", "safetensors"], default="packed", help="default %(default)s")
     add("-q", "--quantize", action="store_true", help="quantise float weights")
@@ -42,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.experts.budget import format_bytes
     from mlx_moeflux.measure.plan import open_sizes
 
+    model = required_model(args)
     with Bar("convert", "B") as bar:
         out = convert(
-            args.model,
+            model,
             args.mlx_path,
             layout=args.layout,
             quantize=args.quantize,
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             mtp=args.mtp,
         )
     print(f"wrote {out}", file=sys.stderr)
-    sizes = open_sizes(args.model, revision=args.revision, gguf_file=args.gguf_file)
+    sizes = open_sizes(model, revision=args.revision, gguf_file=args.gguf_file)
     if sizes.prediction_bytes and not open_sizes(out).prediction_bytes:
         what = f"{format_bytes(sizes.prediction_bytes)} of multi-token prediction"
         print(f"left out {what}", file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cli.common import (
@@ -19,18 +20,21 @@ from mlx_moeflux.cli.common import (
     add_prompt_arguments,
     add_sampling_arguments,
     add_stats_arguments,
+    check_text,
     given_prompt,
     hint_speed,
     kept_by_xtc,
     load_options,
+    model_or_bundled,
     prompt_cache,
+    prompt_cache_limit,
     quiet_unless_first,
     refuse,
     stats_table,
     template_options,
 )
 from mlx_moeflux.cli.messages import Bar, Trying
-from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument
+from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument, trace_file
 from mlx_moeflux.errors import InputError
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
@@ -79,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prompt_cache and args.prompt_cache_file:
         raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
-    _check(args)
+    options = _check(args)
     given = given_prompt(args)
     model, tokenizer = loading.load(
         _model_of(args), revision=args.revision, **load_options(args), verbose=True
@@ -89,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     traced = args.trace and model.leads
     tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:
-        prompt, options = _prompt(args, DEFAULT_PROMPT if given is None else given, tokenizer)
+        text_given = DEFAULT_PROMPT if given is None else given
+        prompt, options = _prompt(args, text_given, options, tokenizer)
         if args.prompt_cache_file:
             known = model.make_cache()
             known.load(args.prompt_cache_file)
@@ -128,14 +133,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Check the options of a reply before loading.
+def _check(args: argparse.Namespace) -> dict[str, Any]:
+    """Check the options of a reply before loading, and return the template's variables.
 
     Raises:
-        InputError: An option is out of range.
+        InputError: An option is out of range, or a text is not UTF-8.
     """
-    from mlx_moeflux.generation.sampling import make_sampler
-    from mlx_moeflux.generation.text import check_numbers
+    from mlx_moeflux.generation.sampling import make_logits_processors, make_sampler
+    from mlx_moeflux.generation.text import check_numbers, stop_texts
 
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
     make_sampler(
@@ -147,16 +152,34 @@ def _check(args: argparse.Namespace) -> None:
         args.xtc_probability,
         args.xtc_threshold,
     )
+    make_logits_processors(
+        None,
+        args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+    )
+    for flag in ("--system-prompt", "--prefill-response"):
+        check_text(flag, getattr(args, flag[2:].replace("-", "_")) or "")
+    for flag, texts in (
+        ("--stop", stop_texts(args.stop)),
+        ("--extra-eos-token", args.extra_eos_token),
+    ):
+        for text in texts:
+            check_text(flag, text)
+    prompt_cache_limit(args)
+    trace_file(args)
+    if args.trace is not None and not Path(args.trace).absolute().parent.is_dir():
+        raise InputError(f"--trace {args.trace} cannot be written: there is no such directory.")
+    return template_options(args)
 
 
 def _model_of(args: argparse.Namespace) -> Any:
-    from mlx_moeflux import loading
-
-    if args.model is None and args.prompt_cache_file:
+    if args.prompt_cache_file:
         from mlx_moeflux.cache.state.sequence import read_notes
 
-        args.model = read_notes(args.prompt_cache_file).get("model")
-    return args.model or loading.BUNDLED_MODEL
+        kept = read_notes(args.prompt_cache_file).get("model")
+        args.model = kept if args.model is None else args.model
+    return model_or_bundled(args, "give a prompt with --prompt")
 
 
 def rest_of_prompt(prompt: Any, options: dict[str, Any], tokenizer: Any) -> Any:
@@ -183,9 +206,11 @@ def _sampling(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> dict
     return {name: getattr(args, name) for name in names} | {"xtc_special_tokens": kept}
 
 
-def _prompt(args: argparse.Namespace, text: str, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt `text` as text or messages, and the template's variables."""
-    options = template_options(args)
+def _prompt(
+    args: argparse.Namespace, text: str, options: dict[str, Any], tokenizer: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt `text` as text or messages, and the template's variables: `options` and
+    what the prompt adds."""
     if tokenizer.chat_template is None or args.ignore_chat_template:
         if args.use_default_chat_template and not args.ignore_chat_template:
             raise InputError("this tokenizer has no chat template to use.")
@@ -199,7 +224,7 @@ def _prompt(args: argparse.Namespace, text: str, tokenizer: Any) -> tuple[Any, d
         messages.insert(0, {"role": "system", "content": args.system_prompt})
     if args.prefill_response:
         messages.append({"role": "assistant", "content": args.prefill_response})
-        options["continue_final_message"] = True
+        options = {**options, "continue_final_message": True}
     return messages, options
 
 

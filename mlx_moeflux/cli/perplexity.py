@@ -18,6 +18,8 @@ from mlx_moeflux.cli.common import (
 )
 from mlx_moeflux.errors import InputError
 
+SIGN = "±"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
 
+    SIGN.encode(sys.stdout.encoding or "utf-8")  # a result after hours is not to be lost
     if args.batch_size < 1 or args.sequence_length < 2 or args.num_samples < -1 or args.seed < 0:
         raise InputError(
             "give --batch-size 1 or more, --sequence-length 2 or more, --num-samples -1 or more, "
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
                 f"least one sequence of {args.sequence_length} is needed."
             )
         value, error = perplexity(model, ids, args)
-        print(f"Perplexity: {value:.3f} ± {error:.3f}")
+        print(f"Perplexity: {value:.3f} {SIGN} {error:.3f}")
         if args.stats:
             print(stats_table(model.store.stats(), model, details=args.details), file=sys.stderr)
     return 0

@@ -14,13 +14,15 @@ from mlx_moeflux.cli.common import (
     MODEL,
     add_load_arguments,
     add_machine_arguments,
-    add_revision_argument,
+    add_model_arguments,
     machine_memory,
     machine_rates,
+    required_model,
 )
 from mlx_moeflux.distributed.placement import parse_memory
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
+from mlx_moeflux.loading.options import LoadOptions, check_arguments
 from mlx_moeflux.measure.plan import ModelPlan, Sizes, open_sizes, plan_model
 from mlx_moeflux.measure.plan_machines import Link, MachinesPlan, plan_machines
 
@@ -29,7 +31,7 @@ NEEDS_MLX = False
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help=f"{MODEL}, of which only headers are read")
+    add_model_arguments(parser, text=f"{MODEL}, of which only headers are read")
     add_machine_arguments(parser)
     add("--machines", metavar="SIZE,...", help="memory of several, such as 16GB,32GB")
     add("--link", metavar="SPEED", help="between --machines, such as 2.5GB/s")
@@ -37,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_arguments(parser, "expert_memory", "row_memory")
     add("--context", type=int, default=8192, help="positions, default %(default)s")
     add("--bits", type=int, help="as if converted to so many bits")
-    add_revision_argument(parser)
     add_load_arguments(parser, "gguf_file")
     add("--json", action="store_true", help="numbers instead of text")
 
@@ -45,15 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.context < 1:
         raise InputError(f"--context is {args.context}; give at least 1.")
+    given = {name: getattr(args, name) for name in ("expert_memory", "row_memory")}
+    check_arguments("plan", LoadOptions, given)
     sizes = open_sizes(
-        args.model,
+        required_model(args),
         revision=args.revision,
         gguf_file=args.gguf_file,
         context=args.context,
         bits=args.bits,
     )
     # Options are checked before the disk is measured, which takes seconds.
-    make_plan = _for_machines(args, sizes) if args.machines else _for_machine(args, sizes)
+    make_plan = (
+        _for_machines(args, sizes) if args.machines is not None else _for_machine(args, sizes)
+    )
     rates = machine_rates(args, _place(args.model))
     plan = make_plan(ssd_gbps=rates.ssd_gbps, memory_gbps=rates.memory_gbps)
     if args.json:
@@ -74,7 +79,7 @@ def _place(model: str) -> Path:
 
 def _for_machine(args: argparse.Namespace, sizes: Sizes) -> Callable[..., ModelPlan]:
     """Return the function of the bandwidths that plans one machine."""
-    if args.link:
+    if args.link is not None:
         raise InputError("--link needs --machines, the memory of each.")
     return partial(
         plan_model,
@@ -88,7 +93,7 @@ def _for_machine(args: argparse.Namespace, sizes: Sizes) -> Callable[..., ModelP
 
 def _for_machines(args: argparse.Namespace, sizes: Sizes) -> Callable[..., MachinesPlan]:
     """Return the function of the bandwidths that plans several machines."""
-    if args.memory or args.expert_memory != "auto" or not args.link:
+    if args.memory is not None or args.expert_memory != "auto" or args.link is None:
         raise InputError("--machines needs --link, and excludes --memory and --expert-memory.")
     speed = parse_budget(args.link.removesuffix("/s"), 0, what="speed of --link")
     if speed is None:

@@ -8,13 +8,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_moeflux.cli.common import add_load_arguments, add_revision_argument
+from mlx_moeflux.cli.common import add_load_arguments, add_model_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="also measure this checkpoint, instead of a synthetic one")
-    add_revision_argument(parser)
+    add_model_arguments(parser, text="also measure this checkpoint, instead of a synthetic one")
     add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
     add("--seconds", type=float, default=600, help="for everything, default %(default)s")
     add_load_arguments(parser, "gguf_file", "strict_config")

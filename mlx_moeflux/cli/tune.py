@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "$MOEFLUX_DISPATCH, default: kept for this machine and used from then on",
     )
     add("--budgets", nargs="+", metavar="SIZE", help="expert memory to try, such as 2GB 4GB 8GB")
-    add("--tokens", type=int, default=32, help="of each decode, default %(default)s")
+    add("--max-tokens", type=int, default=32, help="of each decode, default %(default)s")
     add("--repeats", type=int, default=3, help="of each measurement, default %(default)s")
     add(
         "--kernels",
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.measure.tune import tune
 
     out = args.out or "tuning.json"
-    if args.tokens < 1 or args.repeats < 1:
-        raise InputError("--tokens and --repeats must be at least 1.")
+    if args.max_tokens < 1 or args.repeats < 1:
+        raise InputError("--max-tokens and --repeats must be at least 1.")
     for budget in args.budgets or ():
         parse_budget(budget, 10**12)
     if not Path(out).absolute().parent.is_dir():
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     result = tune(
         resolve(args.model or BUNDLED_MODEL, revision=args.revision, gguf_file=args.gguf_file),
         budgets=args.budgets,
-        tokens=args.tokens,
+        tokens=args.max_tokens,
         repeats=args.repeats,
         strict_config=args.strict_config,
         report=lambda line: print(line, file=sys.stderr),

@@ -320,8 +320,8 @@ def plan_model(
     if not isinstance(memory, Memory):
         memory = described_memory(memory)
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
-        if not number > 0:
-            raise InputError(f"{what} is {number}; it must be greater than 0.")
+        if not 0 < number < float("inf"):
+            raise InputError(f"{what} is {number}; it must be finite and greater than 0.")
     row_bytes = 0
     if sizes.table_rows:
         asked = parse_share(row_memory, sizes.table_bytes)

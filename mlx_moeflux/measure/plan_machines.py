@@ -131,8 +131,8 @@ def plan_machines(
         InputError: A number makes no sense.
     """
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
-        if not number > 0:
-            raise InputError(f"{what} is {number}; it must be greater than 0.")
+        if not 0 < number < float("inf"):
+            raise InputError(f"{what} is {number}; it must be finite and greater than 0.")
     if not (link.bytes_per_second > 0 and link.latency >= 0):
         raise InputError("the link must have bytes per second; give one such as 2.5GB/s.")
     usable = [described_memory(m).usable_bytes for m in memories]

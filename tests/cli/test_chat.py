@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import re
 import shutil
 import sys
@@ -68,6 +69,36 @@ def test_turns_are_those_of_the_whole_conversation(monkeypatch, capsys, talking)
     assert out == "".join(f"{reply}\n" for reply in replies)
     assert err.endswith("\n/help lists the commands, /quit leaves\n")
     assert "no chat template" not in err
+
+
+def test_a_question_beside_the_model_is_answered_alone(monkeypatch, capsys, talking):
+    (reply,) = expected_replies(talking, ["import os\nreturn self"], system="a module")
+    reads, writes = os.pipe()
+    os.write(writes, b"import os\n")
+    os.close(writes)
+    words = ["-m", str(TOKENS), "return self", "--system-prompt", "a module"]
+    with os.fdopen(reads, encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert main(["run", str(talking), *words]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{reply}\n"
+    assert "/help" not in err
+    # Without a pipe standard input is left alone, and the rest of a reply is not waited for.
+    with io.StringIO("never read\n") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setattr(text, "stream_generate", interrupted := Interrupted())
+        assert main(["run", str(talking), "return self"]) == 130
+        assert stream.read() == "never read\n"
+    assert interrupted.prompt == [{"role": "user", "content": "return self"}]
+
+
+class Interrupted:
+    """A generation that Ctrl-C ends at once."""
+
+    def __call__(self, model, tokenizer, prompt, **options):
+        self.prompt = [dict(message) for message in prompt]
+        raise KeyboardInterrupt
+        yield
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mlx_moeflux import generate, load, stream_generate
-from mlx_moeflux.cli import COMMANDS, command_module, main, script
+from mlx_moeflux.cli import COMMANDS, command_module, main, make_parser, script
 from mlx_moeflux.cli.common import REFUSED, given_prompt
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT
 from mlx_moeflux.errors import InputError
@@ -84,7 +86,7 @@ OPTIONS = {
     """,
     "check": "--operation --dtype --link",
     "plan": """
-        --bits --context --expert-memory --json --link --link-latency --machines --memory
+        --bits --model --context --expert-memory --json --link --link-latency --machines --memory
         --gguf-file --memory-gbps --revision --ssd-gbps
         --row-memory
     """,
@@ -108,7 +110,7 @@ OPTIONS = {
     "policies": "",
     "completion": "",
     "report": "--model --out --seconds",
-    "tune": "--budgets --kernels --model --out --repeats --tokens",
+    "tune": "--budgets --kernels --max-tokens --model --out --repeats",
     "compare-quality": """
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other
     """,
@@ -161,12 +163,16 @@ def test_the_revision_reaches_the_hub(command, by, tmp_path, monkeypatch, capsys
     assert asked == [("mlx-community/Qwen3.6-35B-A3B-4bit", "v2", None)]
 
 
-def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+def run(
+    *arguments: str, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a command. stdin: What its pipe has; None: it has no pipe."""
+    source: dict = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     return subprocess.run(
         [sys.executable, "-m", "mlx_moeflux", *arguments],
         cwd=ROOT,
         env=os.environ | environment,
-        input=stdin,
+        **source,
         capture_output=True,
         text=True,
         check=False,
@@ -202,18 +208,26 @@ def test_a_script_runs_the_command_of_its_name(monkeypatch, capsys):
         ),
         (["rum"], "there is no command 'rum'; did you mean run?"),
         (["xyz"], "there is no command 'xyz'; there are generate, chat, serve, "),
-        (["generate", "--expert-memry", "1"], "--expert-memry 1; did you mean --expert-memory?"),
+        (["generate", "--expert-memry", "1"], "--expert-memry; did you mean --expert-memory?"),
         (["generate", "--tempp=1"], "unrecognized arguments: --tempp=1; did you mean --temp?"),
         (["--verson"], "unrecognized arguments: --verson; did you mean --version?"),
         (["generate", "--zzz"], "arguments: --zzz; see mlx_moeflux generate --help\n"),
-        (["generate", "--temperature", "1"], "--temperature 1; did you mean --temp?"),
-        (["generate", "a", "word"], "a word; give it with --prompt or --model, in quotes if it "),
-        (["serve", "dir"], "arguments: dir; give it with --model, in quotes if it has spaces\n"),
-        (["run", "dir", "word"], "arguments: word; see mlx_moeflux run --help\n"),
+        (["generate", "--temperature", "1"], "--temperature; did you mean --temp?"),
+        (["generate", "a", "word"], "arguments: word; give it with --prompt, in quotes if it "),
+        (["serve", "dir", "word"], "arguments: word; see mlx_moeflux serve --help\n"),
+        (["run", "dir", "question", "word"], "arguments: word; see mlx_moeflux run --help\n"),
         (["policies", "word"], "arguments: word; see mlx_moeflux policies --help\n"),
         (["-V"], "arguments: -V; see mlx_moeflux --help\n"),
-        (["plan", "--model", "dir"], "arguments: --model; give the model without --model\n"),
+        (["trace", "show", "--file", "x"], "arguments: --file; give the file without --file\n"),
         (["generate", "--ignore-eos"], "--ignore-eos; see mlx_moeflux generate --help\n"),
+        (["generate", "--prompt-cach", "d"], "--prompt-cach; did you mean --prompt-cache?\n"),
+        (["generate", "--max_tokens", "1"], "--max_tokens; did you mean --max-tokens?\n"),
+        (["generate", "--prom", "a"], "--prom; did you mean --prompt?\n"),
+        (["chat", "--max", "1"], "--max; did you mean --max-tokens or --max-context?\n"),
+        (["generate", "--port", "80"], "--port; it is an option of serve\n"),
+        (["chat", "--prompt", "a"], "--prompt; it is an option of generate, cache_prompt\n"),
+        (["tune", "--tokens", "3"], "--tokens; did you mean --max-tokens?\n"),
+        (["--temp", "1", "generate"], "--temp stands before the command; give options after it\n"),
     ],
 )
 def test_a_misspelt_word_suggests_the_right_one(arguments, message, capsys):
@@ -228,14 +242,117 @@ def test_a_misspelt_word_suggests_the_right_one(arguments, message, capsys):
     ("options", "message"),
     [
         (["--prompt-file", "no such file"], "no such file cannot be read"),
+        (["--prompt-file", os.devnull], "it is no regular file"),
         (["--max-tokens", "-2"], "max_tokens is -2"),
         (["--temp", "-1"], "temp is -1.0"),
+        (["--repetition-penalty", "-1"], "repetition_penalty is -1.0"),
+        (["--prompt", ""], "--prompt/-p is empty; give a value or leave it out"),
+        (["--stop", "a", "--stop", ""], "--stop is empty"),
+        (["--prompt", "a\udcff"], "--prompt is not UTF-8 at character 2; re-encode the text"),
+        (["--system-prompt", "\udce4"], "--system-prompt is not UTF-8 at character 1"),
+        (["--stop", "ab\udce4"], "--stop is not UTF-8 at character 3"),
+        (["--chat-template-config", '{"a": "\\ud800"}'], "--chat-template-config is not UTF-8"),
+        (["--chat-template-config", "[]"], "--chat-template-config must be a JSON object"),
+        (["--prompt-cache-disk", "auto"], "--prompt-cache-disk is auto"),
+        (["--prompt-cache-file", "no such file"], "no such file"),
+        (["--trace", "no/such/file"], "--trace no/such/file cannot be written"),
+        (["--profile", "no/such/file"], "no/such is not a directory"),
+        (["what is this"], "'what is this', which is no model; give a prompt with --prompt."),
     ],
 )
 def test_generate_checks_a_reply_before_it_loads(options, message, monkeypatch, capsys):
     monkeypatch.setattr("mlx_moeflux.loading.load", lambda *_, **__: pytest.fail("it loads"))
     assert main(["generate", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+CACHE = ["cache_prompt", "--prompt-cache-file", "file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chat", "--system-prompt", "\udce4"], "--system-prompt is not UTF-8"),
+        (["run", "dir", "\udce4"], "QUESTION is not UTF-8"),
+        (["run", "dir", ""], "QUESTION is empty"),
+        (["run", "what is this"], "which is no model; give MODEL before QUESTION"),
+        (["chat", "--prompt-cache-disk", "auto"], "--prompt-cache-disk is auto"),
+        ([*CACHE, "--prompt", "\udce4"], "--prompt is not UTF-8"),
+        ([*CACHE, "--prompt", "a", "--prefill-step-size", "0"], "prefill_step_size is 0"),
+    ],
+)  # fmt: skip
+def test_other_commands_check_their_texts_before_they_load(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("mlx_moeflux.loading.load", lambda *_, **__: pytest.fail("it loads"))
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["", None])
+def test_an_empty_pipe_or_file_is_no_prompt(given, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mlx_moeflux.loading.load", lambda *_, **__: pytest.fail("it loads"))
+    (file := tmp_path / "empty").touch()
+    for command in (["generate"], ["generate", "-p", "-"], CACHE):
+        stdin = open(file, encoding="utf-8") if given is None else piped("")  # noqa: SIM115
+        with stdin as stream:
+            monkeypatch.setattr(sys, "stdin", stream)
+            assert main(command) == 1
+        message = "error: standard input is empty, so there is no prompt; write one to it.\n"
+        assert capsys.readouterr().err == message
+    assert main(["generate", "--prompt-file", str(file)]) == 1
+    assert "is empty; give a file with a prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [command for command in OPTIONS if "--model" in OPTIONS[command]]
+)
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_the_model_is_a_word_wherever_it_is_an_option(command, place):
+    needed = {**WITH_A_MODEL, "evaluate": ["--limit", "1", "--tasks=a"]}[command]
+    words = ["a/b", *needed] if place == "first" else [*needed, "a/b"]
+    if command == "generate":
+        words = [*words[:1], "--temp", "0"] if place == "first" else ["--temp", "0", *words]
+    args = make_parser(command).parse_args([command, *words])
+    assert args.model == "a/b"
+    with pytest.raises(InputError, match="give MODEL or --model, not both"):
+        make_parser(command).parse_args([command, "--model", "c/d", *words])
+    with pytest.raises(InputError, match="--model is given twice; give it once"):
+        make_parser(command).parse_args([command, "--model", "c/d", *needed, "--model", "c/d"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["generate", "--prompt", "a", "-p", "b"], "-p"),
+        (["convert", "--model", "a", "--hf-path", "b"], "--hf-path"),
+        (["generate", "--extra-eos-token", "a", "--extra-eos-token", "b"], "--extra-eos-token"),
+    ],
+)
+def test_an_option_that_would_replace_itself_is_said(arguments, flag, capsys):
+    assert main(arguments) == 1
+    assert capsys.readouterr().err == f"error: {flag} is given twice; give it once.\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_option_takes_an_empty_value(command, capsys):
+    parser = make_parser(command)
+    options = argparse.ArgumentParser()
+    command_module(command).add_arguments(options)
+    texts = [a for a in options._actions if a.option_strings and a.nargs != 0 and a.type is None
+             and a.choices is None and a.help != argparse.SUPPRESS]  # fmt: skip
+    for action in texts:
+        for words in ([action.option_strings[0], ""], [f"{action.option_strings[0]}="]):
+            required = [] if command != "trace" else ["show", "file"]
+            needs = {
+                "synthesize": ["--like", "a", "--out", "b"],
+                "perplexity": ["--data-path", "f"],
+                "evaluate": ["--tasks", "a"],
+                "cache_prompt": ["--prompt-cache-file", "f"],
+            }
+            needed = needs.get(command, required)
+            if words[0].rstrip("=") in needed:
+                continue
+            with pytest.raises(InputError, match="is empty; give a value or leave it out"):
+                parser.parse_args([command, *needed, *words])
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -287,6 +404,8 @@ def test_a_prompt_comes_from_an_option_a_file_or_standard_input(
 ):
     prompt, file = "import os\nclass \u00c4:\n", tmp_path / "prompt.txt"
     file.write_text(prompt, encoding="utf-8")
+    part = tmp_path / "part.txt"
+    part.write_text("class \u00c4:\n", encoding="utf-8")
     model = "--model", str(two_bundled_layers)
 
     def out(*arguments: str, stdin=None) -> str:
@@ -301,10 +420,24 @@ def test_a_prompt_comes_from_an_option_a_file_or_standard_input(
     assert out(stdin=piped(prompt)) == expected
     assert out(stdin=os.fdopen(os.open(file, os.O_RDONLY), encoding="utf-8")) == expected
     # The default, whose text is repeated.
-    assert out(stdin=piped("")).startswith(DEFAULT_PROMPT)
     assert out(stdin=io.StringIO("import ")).startswith(DEFAULT_PROMPT)  # no pipe, no file
-    # Given, standard input is left alone.
-    assert out("--prompt", prompt, stdin=piped("import ")) == expected
+    # Beside an option, a pipe comes first, on lines of its own; an empty one adds nothing.
+    for both in (("--prompt", "class \u00c4:\\n"), ("--prompt-file", str(part))):
+        assert out(*both, stdin=piped("import os\n")) == expected
+        assert out(*both, stdin=piped("import os")) == expected
+    assert out("--prompt", prompt, stdin=piped("")) == expected
+
+
+def test_a_socket_is_read_unless_there_is_a_prompt(monkeypatch):
+    args = argparse.Namespace(prompt=None, prompt_file=None, distributed=False)
+    for prompt, expected in ((None, "import "), ("def", "def")):
+        theirs, ours = socket.socketpair()
+        with theirs, ours, ours.makefile(encoding="utf-8") as stream:
+            theirs.sendall(b"import ")
+            theirs.shutdown(socket.SHUT_WR)
+            monkeypatch.setattr(sys, "stdin", stream)
+            args.prompt = prompt
+            assert given_prompt(args) == expected
 
 
 def test_an_open_pipe_is_waited_for_and_said(monkeypatch, capsys):
@@ -446,6 +579,53 @@ def test_a_prompt_that_is_no_text_is_one_line():
         assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "encoding", "stdin", "message"),
+    [
+        (
+            ["generate", "-m", "12", "-p", "s = '\u00e9 \u00e9 \u00e9 \u00e9"],
+            "ascii",
+            b"",
+            r"the output cannot have U\+[0-9A-F]{4} in ascii; set PYTHONIOENCODING=utf-8",
+        ),
+        (["chat", "-m", "1"], "ascii", b"a\xc3\xa9", "standard input is not ascii at byte 1; .*"),
+        (["chat", "-m", "1"], "utf-8:surrogateescape", b"a\xff", "standard input is not UTF-8 .*"),
+        (
+            ["perplexity", "--data-path", __file__],
+            "ascii",
+            b"",
+            r"the output cannot have U\+00B1 in ascii; set PYTHONIOENCODING=utf-8",
+        ),
+    ],
+)
+def test_text_of_another_encoding_ends_in_one_line(arguments, encoding, stdin, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_moeflux", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        input=stdin,
+        capture_output=True,
+        check=False,
+    )
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error: {message}\.", lines[-1]), lines
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_name_that_is_not_utf8_can_be_printed(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/a\xff"
+    shutil.copytree(BUNDLED_MODEL, os.fsdecode(folder))
+    command = [sys.executable, "-m", "mlx_moeflux", "plan", folder, "--ssd-gbps", "1"]
+    for encoding, status in (("utf-8", 1), ("utf-8:surrogateescape", 0)):
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
+        assert done.returncode == status
+        lines = done.stderr.splitlines()
+        mend = b"cannot have U+DCFF in utf-8; set PYTHONIOENCODING=utf-8:surrogateescape."
+        assert not status or lines == [b"error: the output " + mend]
+
+
 def test_ctrl_c_is_quiet(capsys, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
@@ -484,10 +664,16 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),
         (["plan", "no/such/thing/x"], "no/such/thing/x"),
         (["trace", "show", "no.trace"], "no.trace"),
-        (["tune", "--tokens", "0"], "--tokens"),
+        (["tune", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "--tuning", "no.json"], "no.json"),
         (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
         (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
+        (["plan", str(BUNDLED_MODEL), "--ssd-gbps", "inf"], "ssd_gbps is inf; it must be finite"),
+        (
+            ["plan", "--ssd-gbps", "1", "--model", str(BUNDLED_MODEL), "--memory-gbps", "inf"],
+            "inf;",
+        ),
+        (["convert", "--out", "x"], "there is no model; give MODEL or --model."),
         (["synthesize", "--like", "nothing", "--out", "x"], "nothing"),
     ],
 )
@@ -506,6 +692,11 @@ def test_errors_are_one_line_and_exit_1(arguments, words, capsys):
         (["plan", str(BUNDLED_MODEL), "--link", "1GB/s"], "--link needs --machines"),
         (["plan", str(BUNDLED_MODEL), "--machines", "8GB,little", "--link", "1GB/s"], "little"),
         (["models", "--memory", "little"], "little"),
+        (["models", "--memory", ""], "--memory is empty"),
+        (["plan", str(BUNDLED_MODEL), "--memory", ""], "--memory is empty"),
+        (["plan", str(BUNDLED_MODEL), "--machines", "", "--link", "1GB/s"], "--machines is empty"),
+        (["plan", str(BUNDLED_MODEL), "--row-memory", " "], "row memory"),
+        (["plan"], "there is no model; give MODEL or --model."),
     ],
 )
 def test_nothing_is_measured_for_wrong_options(arguments, words, capsys, monkeypatch):
