@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux._version import __version__
@@ -45,12 +48,24 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _module(__name__, name)
     require_mlx()
     value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     # The submodule `convert` would otherwise hide the function of the same name.
     globals()[name] = value
     return value
+
+
+def _module(package: str, name: str) -> ModuleType:
+    """Import a module of a package, whose own modules are then found in the same way: a plain
+    ``import mlx_moeflux`` is enough for the name of anything."""
+    path = f"{package}.{name}"
+    if name.startswith("__") or importlib.util.find_spec(path) is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    module = importlib.import_module(path)
+    if hasattr(module, "__path__"):
+        vars(module).setdefault("__getattr__", partial(_module, path))
+    return module
 
 
 def __dir__() -> list[str]:

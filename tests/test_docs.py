@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import NamedTuple
 
 import pytest
 
+import mlx_moeflux
 from mlx_moeflux import cli
+from mlx_moeflux.models import MODEL_TYPES
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -212,6 +216,28 @@ def test_messages_of_the_list_of_errors_exist():
                 assert part in known, part
                 checked += 1
     assert checked > 10
+
+
+def test_the_readme_names_every_type():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r" has one of these types:\n(.*?)\. So$", text, re.M | re.S)
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(MODEL_TYPES)
+
+
+def test_help_of_the_pages_after_a_plain_import():
+    texts = [page.read_text(encoding="utf-8") for page in [*TOP, *SITE]]
+    names = {name for text in texts for name in re.findall(r"help\((mlx_moeflux\.[\w.]+)\)", text)}
+    assert "mlx_moeflux.kernels.attention.attention" in names
+    # Modules of every package, and what a module has.
+    names |= {"mlx_moeflux.experts.policies.eviction.LFU", "mlx_moeflux.models.rope.rope_keys"}
+    for name in names:
+        code = f"import mlx_moeflux; help({name})"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert f"{name.rpartition('.')[2]}" in done.stdout.splitlines()[0]
+    with pytest.raises(AttributeError, match="has no attribute 'bert'"):
+        _ = mlx_moeflux.models.bert  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_readme_is_short():

@@ -29,6 +29,7 @@ COMMANDS = {
     "convert": "write a checkpoint in another layout or quantisation",
     "check": "compare stock operations and kernels with exact results on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
+    "shapes": "list the published shapes for synthesize and benchmark",
     "trace": "draw or replay what generate --trace wrote",
     "models": "list the known models that run on this machine",
     "plan": "predict whether a model fits and how fast it can be",

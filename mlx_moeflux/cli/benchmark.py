@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="budgets, such as 100%%,50%%,2GB (default: auto)",
     )
     add("--compare", metavar="mlx-lm", help="another program to measure in interleaved trials")
-    add("--synthetic", metavar="NAME", help="random weights of a shape, see synthesize --like")
+    add("--synthetic", metavar="NAME", help="random weights of a shape, see 'shapes'")
     add("--layers", type=int, help="number of layers of the synthetic model")
     add("--skew", type=float, default=1.0, help="of its routing, default %(default)s")
     add("--synthetic-dir", help="keep the synthetic model here, and use it if it is there")

@@ -10,7 +10,7 @@ from mlx_moeflux.cli.messages import Bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--like", required=True, help="published shape, such as qwen3.5-35b-a3b or qwen3.5-tiny")
+    add("--like", required=True, help="published shape, see 'shapes', such as qwen3.5-tiny")
     add("--out", required=True, help="directory to write")
     add("--layers", type=int, help="instead of the shape's")
     add("--experts", type=int, help="instead of the shape's")

@@ -126,6 +126,18 @@ class AttentionConfig(BaseConfig):
     partial_rotary_factor: float
     yarn: Rope | None = None
 
+    @classmethod
+    def parse(cls, keys: dict[str, Any], *, file: Path | str, strict: bool) -> Self:
+        """See :meth:`BaseConfig.parse`; `keys` have those of
+        :func:`~mlx_moeflux.models.rope.rope_keys`, without which YaRN would be ignored."""
+        if not keys.keys() >= {"partial_rotary_factor", "yarn"}:
+            raise ConfigError(
+                f"{file}: from_dict of {cls.__module__} must add rope_keys(config, file, "
+                "partial=...), which reads 'partial_rotary_factor' and YaRN, to the keys that it "
+                "parses."
+            )
+        return super().parse(keys, file=file, strict=strict)
+
     def check(self, file: Path | str) -> None:
         """See :meth:`BaseConfig.check`."""
         super().check(file)

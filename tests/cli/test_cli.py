@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.generation import text
+from mlx_moeflux.installation import install_command
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure import rates
 from mlx_moeflux.tokenizer import load_tokenizer
@@ -108,6 +110,7 @@ OPTIONS = {
         --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
     """,
     "policies": "",
+    "shapes": "",
     "completion": "",
     "report": "--model --out --seconds",
     "tune": "--budgets --kernels --max-tokens --model --out --repeats",
@@ -734,6 +737,18 @@ def test_policies_are_listed_and_selected_by_name(capsys):
         assert ("read ahead" in err) == (choice[1] in ("last", "ahead"))
         assert ("prefetch auto is off after" in err) == (choice[1] == "auto")
     assert len(texts) == 1
+
+
+def test_what_evaluate_needs_is_an_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
+    assert main(["evaluate", "--tasks", "a"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: evaluate needs the extra 'evaluate' (")
+    assert error.endswith(f"; install it with {install_command('mlx_moeflux[evaluate]')}.\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [re.match(r"[\w-]+", one)[0] for one in project["optional-dependencies"]["evaluate"]]
+    assert needed == ["lm-eval", "mlx-lm"]
 
 
 def test_convert_and_generate_from_it(two_bundled_layers, tmp_path, capsys):

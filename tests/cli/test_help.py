@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_moeflux.cli import ALIASES, COMMANDS, command_module, main, script
+from mlx_moeflux.models.shapes import SHAPES
 
 SCRIPTS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 SCRIPTS = [name for name in SCRIPTS["project"]["scripts"] if "." in name]
@@ -92,3 +93,13 @@ def test_scripts_have_the_texts_of_their_commands(name, capsys, monkeypatch):
     purpose = COMMANDS[ALIASES.get(command, command)]
     assert text.startswith(f"usage: {name} ")
     assert f"\n\n{purpose[0].upper()}{purpose[1:]}.\n\n" in text
+
+
+def test_published_shapes_are_listed(capsys):
+    assert main(["shapes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head, *rows = (re.split(r" {2,}", line) for line in lines)
+    assert head == ["shape", "type", "layers", "experts", "a token", "width"]
+    assert [row[0] for row in rows] == list(SHAPES)
+    assert ["gpt-oss-120b", "gpt_oss", "36", "128", "4", "2880"] in rows
+    assert ["kimi-k2.5", "kimi_k25", "61", "384", "8", "7168"] in rows

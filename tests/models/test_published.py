@@ -69,6 +69,10 @@ EXPERT_BYTES = {
 }
 
 
+def test_every_published_file_has_its_size():
+    assert {file.stem for file in PUBLISHED.glob("*.json")} == EXPERT_BYTES.keys()
+
+
 def expand(tensors: dict, kinds: list[str], experts: int) -> Iterator[TensorRef]:
     every = (
         (pattern, one)
