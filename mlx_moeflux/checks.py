@@ -88,3 +88,12 @@ def _check_call(
         found.bind(*by_place, **dict.fromkeys(by_name))
     except TypeError as error:
         raise InputError(f"{whose} is called as {call}: {error}.") from error
+
+
+def has_parameter(function: Any, name: str) -> bool:
+    """Return True if a callable can be passed an argument of this name, which it has declared."""
+    try:
+        found = inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # not callable, or written in C
+        return False
+    return found is not None and found.kind is not found.POSITIONAL_ONLY

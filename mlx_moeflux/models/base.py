@@ -522,7 +522,8 @@ class StreamingModel(Module):
         """Call `function` with arrays of every call of a layer, which it may replace.
 
         layer: Its number. point: One of :data:`~mlx_moeflux.models.hooks.POINTS`, which has the
-        shapes. function: Takes the point's arrays, lazy, and returns None, or what the model goes
+        shapes. function: Takes the point's arrays, lazy, and, if it has a parameter `mask`, which
+        tokens are real; returns None, or what the model goes
         on with: as many arrays of the same shapes and dtypes. Functions at one point are called in
         the order in which they came, each with what the one before returned.
 

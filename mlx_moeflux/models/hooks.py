@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.checks import has_parameter
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.kernels.nested import describe
 
@@ -15,7 +16,8 @@ MIXER = "mixer"
 # before_mixer: x [B, T, C], which enters the layer; after_mixer: x [B, T, C], residual included.
 # before_router: logits [N, E]; after_router: ids [N, K] uint32 and weights [N, K] float32.
 # before_experts: what the routed experts read, [N, C]; after_experts: their weighted sum, [N, C]
-# float32, to which shared expert and residual are added.
+# float32, to which shared expert and residual are added. One with a parameter `mask` also gets
+# bool [B, T] at the mixer and [N] elsewhere, False for padding, or None if there is none.
 POINTS = {
     "before_mixer": MIXER,
     "after_mixer": MIXER,
@@ -49,6 +51,7 @@ class Hook:
     ):
         self.layer, self.point = layer, point
         self._module, self._function, self._removed = module, function, removed
+        self._takes_mask = has_parameter(function, "mask")
         others = () if module._hooks is None else module._hooks.entries
         module._hooks = Hooks((*others, self))
 
@@ -61,13 +64,17 @@ class Hook:
         self._module = None
         self._removed()
 
-    def call(self, arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-        """Return what the function makes of `arrays`.
+    def call(self, arrays: tuple[mx.array, ...], mask: mx.array | None) -> tuple[mx.array, ...]:
+        """Return what the function makes of `arrays`. mask: Of their tokens, in whatever shape.
 
         Raises:
             ShapeError: That is neither None nor as many arrays of the same shapes and dtypes.
         """
-        found = self._function(*arrays)
+        if self._takes_mask:
+            shape = arrays[0].shape[: 2 if POINTS[self.point] == MIXER else 1]
+            found = self._function(*arrays, mask=None if mask is None else mask.reshape(shape))
+        else:
+            found = self._function(*arrays)
         if found is None:
             return arrays
         if len(arrays) == 1 and isinstance(found, mx.array):
@@ -93,9 +100,10 @@ class Hooks:
     def __init__(self, entries: tuple[Hook, ...]):
         self.entries = entries
 
-    def apply(self, point: str, *arrays: mx.array) -> tuple[mx.array, ...]:
-        """Return what the functions at `point` make of `arrays`, one after the other."""
+    def apply(self, point: str, *arrays: mx.array, mask: mx.array | None) -> tuple[mx.array, ...]:
+        """Return what the functions at `point` make of `arrays`, one after the other. mask: False
+        for padding; None if there is none."""
         for hook in self.entries:
             if hook.point == point:
-                arrays = hook.call(arrays)
+                arrays = hook.call(arrays, mask)
         return arrays

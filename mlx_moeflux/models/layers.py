@@ -125,7 +125,7 @@ class DecoderLayer(Module):
             recorder.begin(xs[0].shape[0])
         hooks = self._hooks
         if hooks is not None:
-            xs = [hooks.apply("before_mixer", x)[0] for x in xs]
+            xs = [hooks.apply("before_mixer", x, mask=mask)[0] for x in xs]
         mixed, parts = [], []
         for x, cache in zip(xs, caches, strict=True):
             # A traced stand-in of an entry has no parts.
@@ -135,7 +135,7 @@ class DecoderLayer(Module):
             else:
                 mixed.append((yield from self._mix_parts(x, cache, parts)))
         if hooks is not None:
-            mixed = [hooks.apply("after_mixer", h)[0] for h in mixed]
+            mixed = [hooks.apply("after_mixer", h, mask=mask)[0] for h in mixed]
         if len(mixed) == 1:
             h = mixed[0]
         else:
@@ -145,6 +145,7 @@ class DecoderLayer(Module):
         if recorder is not None and isinstance(self.mlp, DenseMlp) and recorder.wants("h_post"):
             recorder.note(h_post=self.post_attention_layernorm(h))
         if recorder is not None:
+            recorder.note_mask(mask, xs[0].shape[:2])
             recorder.note(input=xs[0], h_mid=h, output=out)
         if len(mixed) == 1:
             return [out]

@@ -7,7 +7,6 @@ and are not parameters.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checks import has_parameter
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.compute import check_ids
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
@@ -78,10 +78,7 @@ class SoftmaxRouter:
 
 def takes_layer(router: Any) -> bool:
     """Return True if a router's ``__call__`` has a parameter ``layer``."""
-    try:
-        return "layer" in inspect.signature(router).parameters
-    except (TypeError, ValueError):  # not callable, or written in C
-        return False
+    return has_parameter(router, "layer")
 
 
 def check_router(router: Router, num_experts: int, layers: Iterable[int]) -> None:
@@ -270,7 +267,7 @@ class SparseMoeBlock(Module):
         options = {} if ahead is None else {"ahead": ahead}
         hooks = self._hooks
         if hooks is not None:
-            (post,) = hooks.apply("before_experts", post)
+            (post,) = hooks.apply("before_experts", post, mask=mask)
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
         if (
             not isinstance(experts, mx.array)
@@ -279,7 +276,7 @@ class SparseMoeBlock(Module):
         ):
             check_result(self._store, self.layer, post, experts)
         if hooks is not None:
-            (experts,) = hooks.apply("after_experts", experts)
+            (experts,) = hooks.apply("after_experts", experts, mask=mask)
         return self.combine(mx.zeros_like(x) if norm is None else x, experts, shared)
 
     def prepare(
@@ -289,7 +286,7 @@ class SparseMoeBlock(Module):
         post, logits, shared = self.project_inputs(x, norm)  # [N, C], [N, E]
         hooks = self._hooks
         if hooks is not None:
-            (logits,) = hooks.apply("before_router", logits)
+            (logits,) = hooks.apply("before_router", logits, mask=mask)
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
             ids, weights = self._without_padding(ids, weights, mask)
@@ -297,7 +294,7 @@ class SparseMoeBlock(Module):
             self._check(ids, type(self._router).__name__)
         if hooks is not None:
             chosen = ids
-            ids, weights = hooks.apply("after_router", ids, weights)
+            ids, weights = hooks.apply("after_router", ids, weights, mask=mask)
             if ids is not chosen:
                 if mask is not None:
                     ids, weights = self._without_padding(ids, weights, mask)
@@ -306,6 +303,7 @@ class SparseMoeBlock(Module):
         if guess is not None and ids.size <= MOST_PAIRS:
             ahead = guess(x.reshape(post.shape), ids)
         if self._recorder is not None:
+            self._recorder.note_mask(mask, post.shape[:1])
             self._recorder.note(
                 h_post=post.reshape(x.shape), router_logits=logits, ids=ids, weights=weights
             )

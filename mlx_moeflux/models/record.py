@@ -24,6 +24,9 @@ AXES = {
     "gate_score": 0,
     "output": 1,
 }
+# What is kept beside them: bool, False for padding, in the form [B, T] or [N] of the tokens of the
+# arrays that are recorded; where both forms are, ROW_MASK is of those with N.
+MASK, ROW_MASK = "mask", "row_mask"
 
 
 class Recorder:
@@ -50,8 +53,19 @@ class Recorder:
         """Append those of `arrays` that are recorded."""
         for name, array in arrays.items():
             if self.wants(name):
-                before = [self.kept[name]] if name in self.kept else []
-                self.kept[name] = mx.concatenate([*before, array], axis=AXES[name])
+                self._append(name, array, AXES[name])
+
+    def note_mask(self, mask: mx.array | None, shape: tuple[int, ...]) -> None:
+        """Append which tokens of a call are real. mask: False for padding, None if there is none.
+        shape: That of the tokens in the arrays, ``[B, T]`` or ``[N]``."""
+        axes = {AXES[name] for name in self._names}
+        if (axis := len(shape) - 1) in axes:
+            real = mx.ones(shape, mx.bool_) if mask is None else mask.reshape(shape)
+            self._append(MASK if axis == max(axes) else ROW_MASK, real, axis)
+
+    def _append(self, name: str, array: mx.array, axis: int) -> None:
+        before = [self.kept[name]] if name in self.kept else []
+        self.kept[name] = mx.concatenate([*before, array], axis=axis)
 
 
 @contextmanager
@@ -61,7 +75,8 @@ def record(
     chosen: Iterable[int] | None = None,
     names: Iterable[str] | None = None,
 ) -> Iterator[dict[int, dict[str, mx.array]]]:
-    """Record the calls of each chosen layer: ``{layer: {name: array}}``, arrays lazy.
+    """Record the calls of each chosen layer: ``{layer: {name: array}}``, arrays lazy, and of each
+    the mask of padding, see :data:`MASK`.
 
     layers: None stands for one that is no :class:`DecoderLayer` and holds none.
 

@@ -179,6 +179,74 @@ def test_the_choice_of_padding_is_marked_and_cannot_be_changed():
     assert (ids == 6).all(axis=1).tolist() == [False] * 5 + [True] * 3 + [False] * 2
 
 
+def padded(model, left=None, right=None):
+    """A cache for rows of unequal lengths. left: Padding before each. right: Tokens of each."""
+    cache = model.make_cache()
+    for entry in cache:
+        entry.prepare(left_padding=left, lengths=right)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["text_top3", "gemma4_shared", "qwen4_exp_rows"])
+@pytest.mark.parametrize("left", [[0, 3], [2, 0]])
+def test_every_point_is_told_what_is_padding(name, left):
+    seen: dict = {}
+
+    def taking(point):
+        def function(*arrays, mask):
+            seen.setdefault(point, []).append((arrays[0].shape, mask))
+
+        return function
+
+    with opened(GOLDEN / name) as model:
+        layer, tokens = model.store.layers[-1], tokens_of(5, 2, model.config.vocab_size)
+        hooks = [model.hook(layer, point, taking(point)) for point in POINTS]
+        # Others at the same point are called as before.
+        hooks.append(model.hook(layer, "before_experts", keep(plain := [])))
+        cache = padded(model, left)
+        with model.record(layers=[layer]) as both:
+            for part in (tokens[:, :4], tokens[:, 4:], tokens[:, :1]):
+                mx.eval(model(part, cache))
+        for hook in hooks[:-1]:
+            hook.remove()
+        with model.record(layers=[layer], names=["ids", "router_logits"]) as rows:
+            model(tokens, padded(model, left))
+        with model.record(layers=[layer], names=["h_mid"]) as mixed:
+            model(tokens, padded(model, left))
+            model(tokens[:1])  # another batch begins anew
+        hooks[-1].remove()
+    expected = np.arange(4) >= np.array(left)[:, None]
+    for point, part in POINTS.items():
+        (shape, mask), *after = seen[point]
+        wanted = expected if part == "mixer" else expected.reshape(-1)
+        assert shape[: wanted.ndim] == wanted.shape
+        assert np.array_equal(np.array(mask), wanted)
+        assert [mask for _, mask in after] == [None, None]
+    assert [len(rows) for (rows,) in plain] == [8, 2, 2, 10, 10, 5]
+    kept = both[layer]
+    ones = np.ones((2, 2), bool)
+    assert np.array_equal(kept["mask"], np.concatenate([expected, ones], axis=1))
+    assert kept["mask"].shape == kept["output"].shape[:2] == kept["h_post"].shape[:2]
+    assert np.array_equal(kept["row_mask"], np.append(expected.reshape(-1), ones))
+    assert kept["row_mask"].shape == kept["ids"].shape[:1]
+    E = model.config.num_experts
+    assert np.array_equal((np.array(kept["ids"]) == E).all(1), ~np.array(kept["row_mask"]))
+    found = rows[layer]
+    assert found.keys() == {"ids", "router_logits", "mask"}
+    absent = (np.array(found["ids"]) == E).all(1)
+    assert absent.sum() == sum(left)
+    assert np.array_equal(absent, ~np.array(found["mask"]))
+    assert mixed[layer].keys() == {"h_mid", "mask"}
+    assert np.array_equal(mixed[layer]["mask"], np.ones((1, 5), bool))
+
+
+def test_padding_after_the_tokens_is_told_too():
+    masks, tokens = [], tokens_of(5, 2)
+    with opened() as model, model.hook(0, "after_mixer", lambda x, mask: masks.append(mask)):
+        model(tokens, padded(model, right=[5, 2]))
+    assert np.array_equal(masks[0], np.arange(5) < np.array([[5], [2]]))
+
+
 def test_hooks_at_one_point_are_called_in_their_order():
     order, tokens = [], tokens_of(4)
     with opened() as model:
