@@ -15,6 +15,7 @@ Python integers: reading them never waits for the device.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
@@ -70,6 +71,9 @@ def _one_width(lengths: list[int], right: list[int]) -> bool:
     )
 
 
+_NUMBERS = itertools.count()
+
+
 class BaseCache:
     """Column counts of B sequences; the base of every cache entry. Not thread-safe.
 
@@ -89,6 +93,8 @@ class BaseCache:
     """True if ``keep_rows`` can go back to the state after each of the last rows."""
     rows: Rows | None = None
     """Rows that the last call read on trial; see :mod:`mlx_moeflux.cache.rows`."""
+    sequences: list[int | None] | None = None
+    """A number of each sequence that :meth:`numbered` gave; None: it has none yet."""
     scratch = False
     """True if no later call reads this entry: layers in training compute on a copy of it."""
     state: Any
@@ -229,6 +235,16 @@ class BaseCache:
         """Split the next T columns for a layer's mixer into (start, stop) of at most `size`."""
         return [(start, min(start + size, T)) for start in range(0, T, size)]
 
+    def numbered(self, count: int) -> list[int]:
+        """Return a number of each of the `count` sequences that the next call reads. No other
+        sequence of the process has it, and it stays while batches change."""
+        known = self.sequences
+        if known is None or len(known) != count:
+            known = [None] * count
+        found = [next(_NUMBERS) if number is None else number for number in known]
+        self.sequences = [*found]
+        return found
+
     def prepare(
         self,
         *,
@@ -321,6 +337,8 @@ class BaseCache:
         self._padding = [first - drop for first in padding]
         if self._ends is not None:
             self._ends = [self._ends[i] - drop for i in keep]
+        if self.sequences is not None:
+            self.sequences = [self.sequences[i] for i in keep]
         return drop
 
     def _join_counts(self, parts: list[Any]) -> None:
@@ -333,12 +351,16 @@ class BaseCache:
             for part in parts
             for first in part._padding or [0] * part.batch_size
         ]
+        self.sequences = [
+            number for part in parts for number in part.sequences or [None] * part.batch_size
+        ]
         self._ends = None
 
     def __deepcopy__(self, memo: dict[int, Any]):
-        """Return an independent entry that shares arrays; a write replaces the writer's only."""
+        """Return an independent entry of another sequence that shares arrays; a write replaces the
+        writer's only."""
         other = copy.copy(self)
-        other.on_advance = other.rows = None
+        other.on_advance = other.rows = other.sequences = None
         return other
 
     @classmethod

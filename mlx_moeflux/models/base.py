@@ -100,6 +100,8 @@ class StreamingModel(Module):
         self._step_lock = threading.RLock()
         # Taken before the lock of the store.
         self._listeners_lock = threading.RLock()
+        self._writers: tuple[TraceWriter, ...] = ()
+        self._known = threading.local()  # what traces know of the step of a thread
         self._store: Any = None
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
@@ -576,7 +578,12 @@ class StreamingModel(Module):
                 )
                 writer = stack.enter_context(TraceWriter(path, info))
                 stack.enter_context(self._listening(writer))
-            yield writer
+                self._writers = (*self._writers, writer)
+            try:
+                yield writer
+            finally:
+                with self._listeners_lock:
+                    self._writers = tuple(one for one in self._writers if one is not writer)
 
     @contextmanager
     def _listening(self, listener: EventHook) -> Iterator[None]:

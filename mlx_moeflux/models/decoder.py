@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError, MoefluxError
+from mlx_moeflux.experts.telemetry.trace import Rows
 from mlx_moeflux.kernels.linear.weight import Weight, multiplied
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
@@ -223,7 +224,8 @@ class DecoderModel(StreamingModel):
                 return self._step_in_segments(tokens, cache)
         with transaction(cache):
             if one and not self.training:
-                return self._noted(*self._step.untraced(tokens, cache))
+                with self._rows_known([tokens], [cache]):
+                    return self._noted(*self._step.untraced(tokens, cache))
             return self._forward(tokens, cache, last_only=last_only)
 
     def _ids(self, tokens: mx.array, *, waits: bool) -> mx.array:
@@ -423,14 +425,66 @@ class DecoderModel(StreamingModel):
         """
         hidden = self.embed(tokens)
         mask = states[0][0].real_tokens(tokens[0].shape[1]) if len(tokens) == 1 else None
+        rows = self._rows_read(tokens, states) if self._writers else None
+        whole = None if rows is None else Rows.together(rows)
         for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
             if _is_plain(layer):
-                hidden = yield from layer.walk(hidden, entries, mask, chunk=chunk)
+                walk = layer.walk(hidden, entries, mask, chunk=chunk)
+                hidden = yield from (self._told(walk, whole) if whole else walk)
             else:
-                pairs = zip(hidden, entries, strict=True)
-                hidden = [layer(x, entry, mask, chunk=chunk) for x, entry in pairs]
+                apart = []
+                for k, (x, entry) in enumerate(zip(hidden, entries, strict=True)):
+                    self._tell(None if rows is None else rows[k])
+                    apart.append(layer(x, entry, mask, chunk=chunk))
+                self._tell(None)
+                hidden = apart
             yield Pause(hidden, entries, i)
         return hidden
+
+    def _rows_read(self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]]) -> list[Rows]:
+        """Return what traces say of the ``[B, T]`` of `tokens`; each has its state, or a stand-in
+        inside :meth:`_rows_known`."""
+        if (known := getattr(self._known, "rows", None)) is not None:
+            return known
+        found = []
+        for ids, state in zip(tokens, states, strict=True):
+            B, T = ids.shape
+            prompt = T > 1 or state[0].empty()
+            numbers = np.repeat(state[0].numbered(B), T)
+            found.append(Rows(numbers, np.array(ids).reshape(-1), np.full(B * T, prompt)))
+        return found
+
+    @contextlib.contextmanager
+    def _rows_known(
+        self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
+    ) -> Iterator[None]:
+        """Let traces know what the block reads, in which `states` have stand-ins."""
+        if self._writers:
+            self._known.rows = self._rows_read(tokens, states)
+        try:
+            yield
+        finally:
+            self._known.rows = None
+
+    def _told(
+        self, walk: Generator[Pause, None, list[mx.array]], rows: Rows
+    ) -> Generator[Pause, None, list[mx.array]]:
+        """Take a walk through a layer while traces know which rows it reads. In a pause another
+        call may read others."""
+        with closing(walk):
+            while True:
+                self._tell(rows)
+                try:
+                    pause = next(walk)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    self._tell(None)
+                yield pause
+
+    def _tell(self, rows: Rows | None) -> None:
+        for writer in self._writers:
+            writer.rows = rows
 
     def feed(self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]]) -> None:
         """Do what the host has to do before each of `states` reads its ``[B, T]`` of `tokens`."""

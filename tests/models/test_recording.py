@@ -230,6 +230,8 @@ def test_files_are_the_same(opened, kind, tmp_path):
         assert (mine.layer, mine.token) == (other.layer, other.token)
         assert np.array_equal(mine.ids, other.ids)
         assert np.array_equal(mine.weights, other.weights)
+        for part, of_other in zip(mine.rows, other.rows, strict=True):
+            assert np.array_equal(part, of_other)
         a, b = mine.result, other.result
         assert (a and (a.hits, a.misses, a.nbytes)) == (b and (b.hits, b.misses, b.nbytes))
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,11 +36,13 @@ from mlx_moeflux.experts.telemetry.events import (
 )
 from mlx_moeflux.installation import install_command
 
-FORMAT, VERSION = "mlx_moeflux.trace", 1
+FORMAT, VERSION = "mlx_moeflux.trace", 2
+READABLE = (1, VERSION)
 MAX_HEADER_BYTES = 1 << 20
 MOST_TRACE_BYTES = 1 << 32
 MAX_U16 = 65535  # layers and experts of the records
 
+ROWS = struct.Struct("<cxxxI")  # kind, N
 CALL = struct.Struct("<cBHIQQ")  # kind, K, layer, N, token, nanoseconds
 RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, bytes, seconds
 GUESS = struct.Struct("<cBH")  # kind, count, layer
@@ -49,6 +52,8 @@ RESIZE = struct.Struct("<cxHI")  # kind, layer, slots
 COLUMNS = (
     *(("call", np.int64), ("layer", np.uint16), ("token", np.int64)),
     *(("rank", np.uint8), ("expert", np.uint16), ("weight", np.float32)),
+    *(("sequence", np.int32), ("prompt", np.bool_), ("token_id", np.int32)),
+    *(("nanoseconds", np.int64), ("guessed", np.bool_), ("read_ahead", np.bool_)),
 )
 KINDS = {PrefetchStart: b"P", PrefetchEnd: b"A", PrefetchDrop: b"D"}
 
@@ -127,6 +132,20 @@ class TraceInfo:
         )
 
 
+class Rows(NamedTuple):
+    """What the N rows of a call are: numbers of their sequences, ids of their tokens, and whether
+    these were read as part of a prompt, each ``[N]``. Those of padding mean nothing."""
+
+    sequences: np.ndarray
+    token_ids: np.ndarray
+    prompt: np.ndarray
+
+    @classmethod
+    def together(cls, parts: Sequence[Rows]) -> Rows:
+        """Return the rows of several sequences that are read in one call."""
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 @dataclass
 class Result:
     """The outcome of a recorded call: hits, those of them that were prefetched, misses; bytes that
@@ -151,6 +170,10 @@ class Call:
     prefetches: Those that were then read ahead.
     resized: (layer, slots) of what was resized after it.
     result: None if the recording ended within the call or had nothing to look up.
+    next_layer: The layer that `guess` and `prefetches` are of.
+    rows: What the rows are: sequences, counted from 0 in the order in which they came, int32; ids
+    of tokens, int32; prompts, bool: read in a call with more tokens of the sequence, or as its
+    first token. None where no model said it, and in files of version 1.
     """
 
     layer: int
@@ -163,6 +186,8 @@ class Call:
     prefetches: tuple[int, ...] = ()
     resized: tuple[tuple[int, int], ...] = ()
     result: Result | None = None
+    next_layer: int | None = None
+    rows: Rows | None = None
 
 
 @dataclass(repr=False)
@@ -212,13 +237,26 @@ class Trace:
         Returns:
             Columns of equal length: ``call``, int64, the place in :attr:`calls`; ``layer``, uint16;
             ``token``, int64, counted by the layer; ``rank``, uint8, its place among the token's
-            experts; ``expert``, uint16; ``weight``, float32.
+            experts; ``expert``, uint16; ``weight``, float32; ``sequence``, int32, ``prompt``, bool,
+            and ``token_id``, int32, see :attr:`Call.rows` (-1, False and -1 without them);
+            ``nanoseconds``, int64, of the call; ``guessed``, bool, by the look-ahead before this
+            call; ``read_ahead``, bool, for it.
         """
         columns: dict[str, list[np.ndarray]] = {name: [np.empty(0, dt)] for name, dt in COLUMNS}
+        ahead: dict[int, Call] = {}  # layer -> the call that guessed and read for its next one
         for i, call in enumerate(self.calls):
             token, rank = np.nonzero(call.ids < self.info.num_experts)
-            chosen = call.ids[token, rank], call.weights[token, rank]
-            row = (i, call.layer, call.token + token, rank, *chosen)
+            expert = call.ids[token, rank]
+            before = ahead.pop(call.layer, None)
+            guess, read = ((), ()) if before is None else (before.guess or (), before.prefetches)
+            if call.next_layer is not None:
+                ahead[call.next_layer] = call
+            row = (i, call.layer, call.token + token, rank, expert, call.weights[token, rank])
+            row += (-1, False, -1) if call.rows is None else (
+                call.rows.sequences[token], call.rows.prompt[token], call.rows.token_ids[token]
+            )  # fmt: skip
+            arrived = [one for one in read if one not in call.dropped]
+            row += (call.nanoseconds, np.isin(expert, guess), np.isin(expert, arrived))
             for (name, dtype), values in zip(COLUMNS, row, strict=True):
                 columns[name].append(np.broadcast_to(values, token.shape).astype(dtype))
         return {name: np.concatenate(parts) for name, parts in columns.items()}
@@ -277,6 +315,7 @@ class TraceWriter:
         header = json.dumps(info.to_json(), separators=(",", ":"))
         self._write(header.encode() + b"\n")
         self._began, self._layer, self._result = perf_counter_ns(), -1, Result()
+        self._known, self._written, self._numbers = threading.local(), None, {}
         self._listeners = {
             Hit: self._hit,
             Miss: self._miss,
@@ -286,6 +325,16 @@ class TraceWriter:
             Resize: self._resize,
             **dict.fromkeys(KINDS, self._prefetch),
         }
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows that the calls of this thread read from now on; None: unknown. A model sets
+        it."""
+        return getattr(self._known, "rows", None)
+
+    @rows.setter
+    def rows(self, rows: Rows | None) -> None:
+        self._known.rows = rows
 
     def __call__(self, event: Event) -> None:
         """Take one event of a store; those after :meth:`close` are dropped."""
@@ -308,11 +357,26 @@ class TraceWriter:
         self._layer = event.layer
         N, K = event.ids.shape
         now = perf_counter_ns() - self._began
+        rows = self.rows
+        if rows is not None and len(rows.token_ids) != N:
+            rows = None
         self._write(
+            b"" if rows is self._written else self._packed(rows),
             CALL.pack(b"C", K, event.layer, N, event.token, now),
             event.ids.astype("<u2").tobytes(),
             event.weights.astype("<f2").tobytes(),
         )
+
+    def _packed(self, rows: Rows | None) -> bytes:
+        """Return the record of rows, which holds for the calls after it."""
+        self._written = rows
+        if rows is None:
+            return ROWS.pack(b"T", 0)
+        numbers, known = self._numbers, rows.sequences.tolist()
+        known = [numbers.setdefault(number, len(numbers)) for number in known]
+        ids = rows.token_ids.astype("<i4").tobytes()
+        numbered = np.array(known, "<i4").tobytes()
+        return ROWS.pack(b"T", len(known)) + numbered + ids + rows.prompt.astype("u1").tobytes()
 
     def _guess(self, event: Guess) -> None:
         self._end_of_call()
@@ -375,10 +439,11 @@ class _Records:
 
     def __init__(self, path: str, data: bytes, position: int, trace: Trace):
         self._path, self._data, self._at, self._trace = path, data, position, trace
+        self._rows: Rows | None = None
 
     def read(self) -> None:
         """All records, up to the end or to the first one that is cut off."""
-        kinds = {b"C": self._call, b"R": self._result, b"G": self._guess}
+        kinds = {b"T": self._tokens, b"C": self._call, b"R": self._result, b"G": self._guess}
         kinds |= {
             b"S": self._resize,
             b"P": self._prefetch,
@@ -397,6 +462,14 @@ class _Records:
             except (struct.error, _CutOff):
                 return
 
+    def _tokens(self) -> None:
+        _, N = self._fields(ROWS)
+        if N == 0:
+            self._rows = None
+            return
+        numbers, ids = self._array("<i4", N), self._array("<i4", N)
+        self._rows = Rows(numbers, ids, self._array("u1", N).astype(bool))
+
     def _call(self) -> None:
         _, K, layer, N, token, nanoseconds = self._fields(CALL)
         info = self._trace.info
@@ -405,9 +478,12 @@ class _Records:
         ids, weights = self._array("<u2", N * K), self._array("<f2", N * K)
         if ids.max() > info.num_experts:
             self._damaged(f"expert {ids.max()} of {info.num_experts}")
+        rows = self._rows
+        if rows is not None and len(rows.token_ids) != N:
+            self._damaged(f"a call of {N} tokens behind a record of {len(rows.token_ids)}")
         shape = (N, K)
         self._trace.calls.append(
-            Call(layer, token, ids.reshape(shape), weights.reshape(shape), nanoseconds)
+            Call(layer, token, ids.reshape(shape), weights.reshape(shape), nanoseconds, rows=rows)
         )
 
     def _result(self) -> None:
@@ -415,13 +491,15 @@ class _Records:
         self._last().result = result
 
     def _guess(self) -> None:
-        _, count, _ = self._fields(GUESS)
-        self._last().guess = tuple(self._array("<u2", count).tolist())
+        _, count, layer = self._fields(GUESS)
+        last = self._last()
+        last.guess, last.next_layer = tuple(self._array("<u2", count).tolist()), layer
 
     def _prefetch(self) -> None:
-        kind, _, expert = self._fields(PREFETCH)
+        kind, layer, expert = self._fields(PREFETCH)
         if kind == b"P":
             self._last().prefetches += (expert,)
+            self._last().next_layer = layer
         elif kind == b"D":
             self._last().dropped += (expert,)
 
@@ -468,6 +546,6 @@ def _header(path: str | os.PathLike[str], line: bytes) -> TraceInfo:
         info = TraceInfo.from_json(data)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise InputError(f"{path} is not a trace; record one with --trace FILE.") from None
-    if version != VERSION:
+    if version not in READABLE:
         raise InputError(f"{path} is a trace of version {version}; this package reads {VERSION}.")
     return info

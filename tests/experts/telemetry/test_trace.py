@@ -27,6 +27,7 @@ from mlx_moeflux.experts.telemetry.events import (
     joined,
 )
 from mlx_moeflux.experts.telemetry.trace import Result, Trace, TraceInfo, TraceWriter
+from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.installation import install_command
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.experts.helpers import K, random_call
@@ -118,7 +119,7 @@ def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(file, tmp_path):
         (lambda h, r: b"{}\n" + r, "is not a trace"),
         (lambda h, r: b"[1]\n" + r, "is not a trace"),
         (lambda h, r: h.replace(b'"layers":[3,5],', b"") + b"\n" + r, "is not a trace"),
-        (lambda h, r: h.replace(b'"version":1', b'"version":9') + b"\n" + r, "version 9"),
+        (lambda h, r: h.replace(b'"version":2', b'"version":9') + b"\n" + r, "version 9"),
         (lambda h, r: h + b"\nZ" + r, "kind b'Z'"),
         (lambda h, r: h + b"\n" + r[48:], "does not begin with a call"),
         (lambda h, r: h.replace(b'"num_experts":300', b'"num_experts":30') + b"\n" + r, "of 30"),
@@ -224,16 +225,23 @@ TABLE = [
     *((0, 3, 2, 0, 5, 0.5), (0, 3, 2, 1, 6, 0.125)),
     *((1, 5, 12, 0, 0, 0.25), (1, 5, 12, 1, 299, 0.75)),
 ]
-DTYPES = ["int64", "uint16", "int64", "uint8", "uint16", "float32"]
+COLUMNS = {
+    "call": "int64", "layer": "uint16", "token": "int64", "rank": "uint8", "expert": "uint16",
+    "weight": "float32", "sequence": "int32", "prompt": "bool", "token_id": "int32",
+    "nanoseconds": "int64", "guessed": "bool", "read_ahead": "bool",
+}  # fmt: skip
 
 
 def test_a_table_has_a_row_for_each_chosen_expert(file):
     columns = Trace.open(file).to_numpy()
-    assert list(columns) == ["call", "layer", "token", "rank", "expert", "weight"]
-    assert [str(column.dtype) for column in columns.values()] == DTYPES
-    assert [*zip(*(column.tolist() for column in columns.values()), strict=True)] == TABLE
+    assert {name: str(column.dtype) for name, column in columns.items()} == COLUMNS
+    rows = [*zip(*(column.tolist() for column in columns.values()), strict=True)]
+    assert [row[:6] for row in rows] == TABLE
+    assert {row[6:9] for row in rows} == {(-1, False, -1)}  # no model said it
+    times = [call.nanoseconds for call in Trace.open(file)]
+    assert [row[9] for row in rows] == [times[row[0]] for row in rows]
     empty = Trace(INFO).to_numpy()
-    assert [str(column.dtype) for column in empty.values()] == DTYPES
+    assert {name: str(column.dtype) for name, column in empty.items()} == COLUMNS
     assert all(len(column) == 0 for column in empty.values())
 
 
@@ -241,14 +249,126 @@ def test_a_table_of_pandas_has_the_same_columns(file):
     pandas = pytest.importorskip("pandas")
     table = Trace.open(file).to_pandas()
     assert isinstance(table, pandas.DataFrame)
-    assert [str(dtype) for dtype in table.dtypes] == DTYPES
-    assert [*table.itertuples(index=False, name=None)] == TABLE
+    assert {name: str(dtype) for name, dtype in table.dtypes.items()} == COLUMNS
+    assert [row[:6] for row in table.itertuples(index=False, name=None)] == TABLE
 
 
 def test_without_pandas_one_line_names_the_extra(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UnsupportedError, match=re.escape(install_command("mlx_moeflux[pandas]"))):
         Trace.open(file).to_pandas()
+
+
+def test_a_table_says_what_was_guessed_and_read_ahead(tmp_path):
+    one = np.ones((1, 2), np.float32)
+    with TraceWriter(tmp_path / "a", INFO) as writer:
+        for event in (
+            Chosen(3, 0, np.array([[1, 2]], np.uint32), one),
+            Guess(5, (7, 9)),
+            PrefetchStart(5, 7, 0),
+            PrefetchStart(5, 8, 1),
+            PrefetchStart(5, 4, 1),
+            Chosen(5, 0, np.array([[7, 8], [4, 9], [3, 300]], np.uint32), np.ones((3, 2))),
+            PrefetchDrop(5, 4, 1),
+            Chosen(3, 1, np.array([[7, 8]], np.uint32), one),
+            Chosen(5, 3, np.array([[7, 8]], np.uint32), one),  # nothing was guessed for it
+        ):
+            writer(event)
+    table = Trace.open(tmp_path / "a").to_numpy()
+    rows = zip(
+        *(table[name].tolist() for name in ("call", "expert", "guessed", "read_ahead")), strict=True
+    )
+    assert [*rows] == [
+        (0, 1, False, False), (0, 2, False, False),
+        (1, 7, True, True), (1, 8, False, True), (1, 4, False, False), (1, 9, True, False),
+        (1, 3, False, False), (2, 7, False, False), (2, 8, False, False),
+        (3, 7, False, False), (3, 8, False, False),
+    ]  # fmt: skip
+
+
+def test_files_of_version_1_are_read(file):
+    """They have no record of rows."""
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"version":2', b'"version":1'))
+    trace = Trace.open(file)
+    assert [call.rows for call in trace] == [None, None]
+    assert (trace.to_numpy()["sequence"] == -1).all()
+    assert [row[:6] for row in zip(*trace.to_numpy().values(), strict=True)] == TABLE
+
+
+def rows_of(trace, layer=0):
+    """(sequence, token id, prompt) of the rows of a layer that are no padding."""
+    found = []
+    for call in trace:
+        if call.layer == layer:
+            real = call.ids[:, 0] < trace.info.num_experts
+            assert len(call.rows.token_ids) == len(call.ids)
+            found += zip(*(part[real].tolist() for part in call.rows), strict=True)
+    return found
+
+
+def test_rows_have_the_sequence_the_prompt_and_the_token(two_bundled_layers, tmp_path):
+    with load_model(two_bundled_layers, expert_memory="50%") as model:
+        one, other = model.make_cache(), model.make_cache()
+        model(mx.array([[99]]), other)  # before the trace
+        with model.trace(tmp_path / "x") as writer:
+            mx.eval(model(mx.array([[1, 2, 3]]), one))
+            mx.eval(model(mx.array([[4]]), one), model(mx.array([[5]]), other))
+            mx.eval(model(mx.array([[6]])), model(mx.array([[7, 8]]), other))
+            model.store.experts(0, *random_call(3, num_experts=32, hidden=model.config.hidden_size))
+        assert writer.rows is None
+    trace = Trace.open(tmp_path / "x")
+    assert trace.calls.pop().rows is None  # no model read it
+    for layer in range(2):
+        assert rows_of(trace, layer) == [
+            (0, 1, True), (0, 2, True), (0, 3, True), (0, 4, False), (1, 5, False),
+            (2, 6, True), (1, 7, True), (1, 8, True),
+        ]  # fmt: skip
+    table = trace.to_numpy()
+    once = (table["layer"] == 1) & (table["rank"] == 0)
+    assert table["sequence"][once].tolist() == [0, 0, 0, 0, 1, 2, 1, 1]
+    assert table["token_id"][once].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert table["prompt"][once].tolist() == [True] * 3 + [False] * 2 + [True] * 3
+
+
+def test_sequences_keep_their_numbers_while_a_batch_changes(two_bundled_layers, tmp_path):
+    prompts = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]
+    with (
+        load_model(two_bundled_layers, expert_memory="50%") as model,
+        model.trace(tmp_path / "x"),
+        BatchGenerator(model) as batch,
+    ):
+        ids = batch.insert(prompts[:2], max_tokens=[2, 6])
+        text = {uid: [] for uid in range(3)}
+        for step in range(20):
+            if step == 2:
+                ids += batch.insert(prompts[2:], max_tokens=[4])
+            for response in batch.next():
+                text[response.uid].append(response.token)
+    found = rows_of(Trace.open(tmp_path / "x"))
+    for number, (prompt, uid) in enumerate(zip(prompts, ids, strict=True)):
+        mine = [(token, of_prompt) for sequence, token, of_prompt in found if sequence == number]
+        assert mine == [(t, True) for t in prompt] + [(t, False) for t in text[uid][:-1]]
+
+
+def test_padding_of_a_batch_has_no_row(two_bundled_layers, tmp_path):
+    with load_model(two_bundled_layers) as model, model.trace(tmp_path / "x"):
+        cache = model.make_cache()
+        for entry in cache:
+            entry.prepare(left_padding=[0, 2])
+        mx.eval(model(mx.array([[1, 2, 3], [0, 0, 4]]), cache))
+        for entry in cache:
+            entry.filter([1])
+        mx.eval(model(mx.array([[5]]), cache))
+    trace = Trace.open(tmp_path / "x")
+    assert rows_of(trace, 1) == [
+        (0, 1, True),
+        (0, 2, True),
+        (0, 3, True),
+        (1, 4, True),
+        (1, 5, False),
+    ]
+    assert set(trace.to_numpy()["token_id"].tolist()) == {1, 2, 3, 4, 5}
 
 
 def test_a_trace_prints_as_one_line_whatever_it_holds(file):
