@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         from mlx_lm import evaluate
     except ImportError as error:
         raise UnsupportedError(
-            f"evaluate needs the extra 'evaluate' ({error}); install it with "
+            f"evaluate needs lm-eval ({error}); install the extra 'evaluate' with "
             f"{install_command('mlx_moeflux[evaluate]')}."
         ) from error
     # mlx-lm takes a path or an id, and no revision.

@@ -17,6 +17,7 @@ from mlx_lm import utils
 
 from mlx_moeflux import load
 from mlx_moeflux.cli import main
+from mlx_moeflux.installation import install_command
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,9 @@ def test_evaluate_without_lm_eval_is_one_line(monkeypatch, capsys):
     monkeypatch.delattr(mlx_lm, "evaluate", raising=False)
     assert main(["evaluate", "--tasks", "arc_easy"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: evaluate needs lm-eval")
+    assert error.startswith("error: evaluate needs lm-eval (")
+    mend = f"install the extra 'evaluate' with {install_command('mlx_moeflux[evaluate]')}"
+    assert error.endswith(f"; {mend}.\n")
     assert error.count("\n") == 1
 
 
