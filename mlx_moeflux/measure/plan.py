@@ -67,6 +67,15 @@ class Sizes:
     table_rows: int = 0
     prediction_bytes: int = 0
 
+    def block(self) -> str:
+        """Return the bytes of an expert as a text; where layers differ, their mean and range."""
+        each = self.blocks.values()
+        mean, ends = (
+            format_bytes(sum(each) / len(each)),
+            [*map(format_bytes, (min(each), max(each)))],
+        )
+        return mean if min(each) == max(each) else f"{mean} on average ({' to '.join(ends)})"
+
     @property
     def expert_bytes(self) -> int:
         """All routed experts."""
@@ -231,7 +240,7 @@ class ModelPlan:
         return data
 
     def __str__(self) -> str:
-        sizes, block = self.sizes, max(self.sizes.blocks.values())
+        sizes, block = self.sizes, self.sizes.block()
         layers, E, K = len(sizes.blocks), sizes.num_experts, sizes.experts_per_token
         if not self.fits:
             verdict = f"does not fit: {self.why}"
@@ -247,8 +256,7 @@ class ModelPlan:
             ("trunk", format_bytes(sizes.trunk_bytes)),
             (
                 "experts",
-                f"{format_bytes(sizes.expert_bytes)}: {layers} layers x {E} x "
-                f"{format_bytes(block)}",
+                f"{format_bytes(sizes.expert_bytes)}: {layers} layers x {E} x {block}",
             ),
             *(
                 [
@@ -276,8 +284,7 @@ class ModelPlan:
             ),
             (
                 "a token",
-                f"needs {format_bytes(sizes.bytes_per_token)} of experts: {layers} x {K} x "
-                f"{format_bytes(block)}",
+                f"needs {format_bytes(sizes.bytes_per_token)} of experts: {layers} x {K} x {block}",
             ),
             ("speed", f"{span(self.slow, self.fast)} tokens per second, estimated:"),
             *(("", line) for line in self.arithmetic),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -274,6 +275,25 @@ def test_the_arithmetic_by_hand():
     assert plan.fast == pytest.approx(1 / fast)
     assert typical_hit_rate(1) == 1
     assert typical_hit_rate(0) == 0
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [(6e6, 6e6, 6e6), (8e6, 2e6, 2e6), (1e3, 4e3), (2e6,), (3e6, 3e6 + 3000), (9e6, 1e3, 5e5, 7e6)],
+)
+def test_products_that_a_plan_prints_are_what_it_says(blocks):
+    blocks = dict(enumerate(map(int, blocks)))
+    sizes = replace(sizes_at("qwen3-30b-a3b-4bit"), blocks=blocks)
+    text = str(plan_model("x", sizes, memory="32GB"))
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    form = r"([\d.]+) (\w+)(?: of experts)?: (\d+)(?: layers)? x (\d+) x ([\d.]+) (\w+)(.*)"
+    products = re.findall(form, text)
+    assert [int(row[3]) for row in products] == [128, 8]
+    for total, unit, layers, experts, size, of_size, rest in products:
+        assert int(layers) == len(blocks)
+        product = int(layers) * int(experts) * float(size) * units[of_size]
+        assert product == pytest.approx(float(total) * units[unit], rel=0.01)
+        assert ("on average" in rest) == (len({*blocks.values()}) > 1)
 
 
 def test_what_cannot_be_planned():
