@@ -158,10 +158,10 @@ class QuantSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The default of a checkpoint, and exceptions by module path; None is not quantised.
+    """What config.json says: a default, and exceptions by module path; None is not quantised.
 
-    Paths are those of the config: see :meth:`renamed`. A module whose checkpoint has no ``scales``
-    is not quantised, even if this object says so (mlx-lm's rule too).
+    Paths are those of the config: see :meth:`renamed`. Stored shapes decide: a module whose
+    checkpoint has no ``scales`` is not quantised, even if this object says so (mlx-lm's rule too).
     """
 
     default: QuantSpec | None = None
@@ -169,10 +169,11 @@ class Quantization:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Quantization:
-        """Read ``quantization`` or ``quantization_config`` of a config.json, as mlx-lm means them.
+        """Read ``quantization`` of a config.json, or ``quantization_config`` where that says
+        nothing, as mlx-lm means them. Stored shapes decide over what is read here.
 
-        Raises ConfigError if the two contradict each other or an entry is malformed,
-        UnsupportedError for another library's method or for bits, group size or mode unknown here.
+        Raises ConfigError if an entry is malformed, UnsupportedError for another library's method
+        or for bits, group size or mode unknown here.
         """
         found = []
         for key in QUANTIZATION_KEYS:
@@ -182,13 +183,6 @@ class Quantization:
             ours = _without_foreign_method(block or {})
             if ours:
                 found.append(_read(ours, key))
-        if len(found) == 2:
-            difference = _difference(*found)
-            if difference:
-                raise ConfigError(
-                    "quantization and quantization_config of config.json contradict each other"
-                    f" ({difference}); remove the one that is wrong."
-                )
         return found[0] if found else cls()
 
     def spec(self, module_path: str) -> QuantSpec | None:
@@ -196,18 +190,13 @@ class Quantization:
         return self.overrides.get(module_path, self.default)
 
     def renamed(self, rename: Callable[[str], str | None]) -> Quantization:
-        """The same with every module path mapped by ``rename``; None drops the entry."""
+        """The same with every module path mapped by ``rename``; None drops the entry. Of two for
+        one module the first counts."""
         result: dict[str, QuantSpec | None] = {}
         for path, spec in self.overrides.items():
             new = rename(path)
-            if new is None:
-                continue
-            if new in result and result[new] != spec:
-                raise ConfigError(
-                    f"Two quantisation entries of config.json mean the module {new!r} and differ;"
-                    f" the second is {path!r}; remove the one that is wrong."
-                )
-            result[new] = spec
+            if new is not None:
+                result.setdefault(new, spec)
         return Quantization(self.default, result)
 
     def to_config(self) -> dict[str, object]:
@@ -309,16 +298,6 @@ def _spec(entry: Mapping, place: str) -> QuantSpec:
     if fault:
         raise UnsupportedError(f"{place} of config.json: {fault}.")
     return QuantSpec(bits, group_size, mode, bool(global_scale))
-
-
-def _difference(first: Quantization, second: Quantization) -> str | None:
-    """The first module that two readings treat differently, in words, or None."""
-    if first.default != second.default:
-        return f"{first.default} and {second.default}"
-    for path in sorted({*first.overrides, *second.overrides}):
-        if first.spec(path) != second.spec(path):
-            return f"{path}: {first.spec(path)} and {second.spec(path)}"
-    return None
 
 
 def _words(values: tuple[object, ...]) -> str:

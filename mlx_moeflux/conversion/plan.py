@@ -34,7 +34,15 @@ from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.kernels.linear.quantised import scaled, settings
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.decoder import DecoderModel
-from mlx_moeflux.models.weights import FLOATS, check_experts, infer_spec, match_head, match_trunk
+from mlx_moeflux.models.weights import (
+    FLOATS,
+    check_experts,
+    compare_with_config,
+    expert_specs,
+    infer_spec,
+    match_head,
+    match_trunk,
+)
 
 # Elements of a row chunk: 16 Mi of float32 are 64 MiB.
 CHUNK_ELEMENTS = 16 << 20
@@ -202,8 +210,10 @@ class Conversion:
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
         self.mapped: MappedTensors = checkpoint.mapped(self.config.name_rules())
         whole = kind(self.config)
-        check_experts(whole, self.mapped, directory=checkpoint.directory)
-        match_trunk(whole, self.mapped, Quantization(), directory=checkpoint.directory)
+        layouts = check_experts(whole, self.mapped, directory=checkpoint.directory)
+        matched = match_trunk(whole, self.mapped, directory=checkpoint.directory)
+        specs = {**matched.specs, **expert_specs(layouts)}
+        compare_with_config(checkpoint, self.config.name_rules(), specs)
         self.kind.check_tables(self.mapped.tables, self.config, checkpoint.config_file)
         self.trunk = self._trunk_recipes() | self._table_recipes()
         self.experts = {
@@ -332,14 +342,14 @@ class Conversion:
                 return
             count = mapped.count_of(0)
             head = model.HEAD(model, num_experts=count)
-            transforms, _ = match_head(head, mapped, directory=self.checkpoint.directory)
+            matched, _ = match_head(head, mapped, directory=self.checkpoint.directory)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} To leave it out, give --no-mtp or mtp=False."
             ) from error
         head = model.HEAD(model, num_experts=count)  # whose modules are not quantised
         head.body.fit_names(mapped.trunk)
-        for name, recipe in self._recipes(mapped.trunk, head, transforms).items():
+        for name, recipe in self._recipes(mapped.trunk, head, matched.transforms).items():
             self.trunk[stored_head_name(name, rules)] = recipe
         self._head, self.head_count = mapped, count or 0
         for projection in PROJECTIONS:
@@ -390,9 +400,9 @@ class Conversion:
         self, base: str, ref: TensorRef, spec: QuantSpec | None, module: nn.Module | None
     ) -> QuantSpec | None:
         if spec is not None:
-            kept = self._requantised(ref, spec)
-            # mlx-lm knows global scales of experts alone.
-            return None if spec.global_scale and self.layout != "packed" else kept
+            kept, floats = self._requantised(ref, spec), not hasattr(module, "to_quantized")
+            # mlx-lm knows global scales of experts alone, and routers in floats.
+            return None if (spec.global_scale or floats) and self.layout != "packed" else kept
         if self.spec is None or not hasattr(module, "to_quantized"):
             return None
         if ref.shape[-1] % self.spec.group_size:

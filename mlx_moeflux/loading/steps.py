@@ -15,13 +15,12 @@ import mlx.core as mx
 from mlx_moeflux.backend import set_device_variables, use_mlx
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
-from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks
 from mlx_moeflux.distributed.part import Experts, Part
 from mlx_moeflux.distributed.placement import make_places
 from mlx_moeflux.distributed.ranks import reporting
-from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
+from mlx_moeflux.errors import ConfigError, InputError, MoefluxError
 from mlx_moeflux.experts.budget import (
     Memory,
     format_bytes,
@@ -58,7 +57,13 @@ from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import Router, check_router
-from mlx_moeflux.models.weights import check_experts, default_dtype, fill_trunk
+from mlx_moeflux.models.weights import (
+    check_experts,
+    compare_with_config,
+    default_dtype,
+    expert_specs,
+    fill_trunk,
+)
 from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -153,13 +158,12 @@ class Weights:
     """The model's weights, by its names for them, and the checkpoints that hold its experts.
 
     stored: The checkpoint that has the experts. places: Path -> it and its experts, and those of
-    each copy. quantization: Of the trunk's and experts' names.
+    each copy.
     """
 
     mapped: MappedTensors
     stored: Checkpoint
     places: Mapping[str, tuple[Checkpoint, Experts]]
-    quantization: Quantization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,8 +324,7 @@ def _map(source: Source) -> Weights:
             mapped, stored = dataclasses.replace(mapped, experts=experts), found
         places[path] = found, experts
     places = places or {os.fspath(source.path): (stored, mapped.experts)}
-    quantization = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
-    return Weights(mapped, stored, places, quantization)
+    return Weights(mapped, stored, places)
 
 
 def _build(source: Source, weights: Weights) -> tuple[DecoderModel, dict[int, BlockLayout]]:
@@ -399,9 +402,12 @@ def _fill(
         MemoryBudgetError: The experts' memory is too small or too large.
     """
     checkpoint, options = source.checkpoint, source.options
-    dtype, specs = options.dtype or default_dtype(), weights.quantization
-    _check_global_scales(specs, layouts, weights.stored)
-    fill_trunk(model, placed.mapped, specs, directory=checkpoint.directory, dtype=dtype)
+    dtype, stored = options.dtype or default_dtype(), weights.stored
+    specs = fill_trunk(model, placed.mapped, directory=checkpoint.directory, dtype=dtype)
+    if stored is not checkpoint:
+        compare_with_config(checkpoint, source.config.name_rules(), specs)
+        specs = {}
+    compare_with_config(stored, source.config.name_rules(), {**specs, **expert_specs(layouts)})
     model.set_context_limit(options.max_context)
     model.wired_memory = parse_wired_memory(options.wired_memory)
     model.identity = checkpoint.identity()
@@ -521,24 +527,6 @@ def _decoded(matrices: Mapping[str, tuple[str, int]], dtype: mx.Dtype) -> Iterat
             f"{len(sizes)} {tensors} of {kind} decoded to {name}, "
             f"{format_bytes(sum(sizes) * dtype.size)}"
         )
-
-
-def _check_global_scales(
-    specs: Quantization, layouts: Mapping[int, BlockLayout], checkpoint: Checkpoint
-) -> None:
-    """Raise CheckpointError for experts without the global scales that config.json says they have.
-
-    Without them every number would be another one; other settings follow from the shapes.
-    """
-    for layer, layout in layouts.items():
-        for projection, spec in layout.specs.items():
-            path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
-            declared = specs.spec(path)
-            if declared is not None and declared.global_scale and not (spec and spec.global_scale):
-                raise CheckpointError(
-                    f"{checkpoint.directory}: config.json says that '{path}' has a global_scale, "
-                    "but there is none; fetch the shard that holds it."
-                )
 
 
 def _verified(mapped: MappedTensors) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,16 +23,19 @@ from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.load import check_stacks, load_all, load_groups, stacks_of
 from mlx_moeflux.checkpoint.names import (
     GLOBAL_SCALE,
+    PARTS,
     PROJECTIONS,
     MappedTensors,
+    NameRules,
     Transform,
 )
-from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, NVFP4, QuantSpec
+from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, naming_absent
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import Watch
-from mlx_moeflux.kernels.linear.quantised import settings
+from mlx_moeflux.kernels.linear.quantised import scaled, settings
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.decoder import DecoderModel
@@ -42,6 +46,8 @@ from mlx_moeflux.models.packed_parameters import is_packed, pack
 from mlx_moeflux.models.protocol import named_parameters
 
 FLOATS = ("F32", "BF16", "F16")
+# Names of what a quantised matrix is stored as.
+_STORED = (*PARTS, GLOBAL_SCALE)
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -50,14 +56,27 @@ def default_dtype() -> mx.Dtype:
     return mx.float32 if device.kind() == "cpu" else mx.bfloat16
 
 
-def match_trunk(
-    model: DecoderModel, mapped: MappedTensors, quantization: Quantization, *, directory: Path
-) -> tuple[dict[str, TensorRef], dict[str, Transform]]:
+@dataclass(frozen=True)
+class Matched:
+    """Tensors that fit the parameters of a model, or of a head.
+
+    trunk: Parameter's name -> tensor. transforms: Name -> what is applied to it after reading.
+    specs: Path of a module -> how its matrix is stored; those of `dense` become floats when they
+    are read, because the module computes in floats alone.
+    """
+
+    trunk: Mapping[str, TensorRef]
+    transforms: Mapping[str, Transform]
+    specs: Mapping[str, QuantSpec]
+    dense: Set[str]
+
+
+def match_trunk(model: DecoderModel, mapped: MappedTensors, *, directory: Path) -> Matched:
     """Quantise the modules of `model` as in the checkpoint and compare names and shapes; no data is
-    read. Returns parameter name -> tensor, and parameter name -> transform.
+    read.
 
     Raises:
-        CheckpointError: Names or shapes do not fit, or quantised tensors contradict the config.
+        CheckpointError: Names or shapes do not fit.
     """
     trunk = dict(mapped.trunk)
     if model.config.tie_word_embeddings:
@@ -67,29 +86,28 @@ def match_trunk(
     transforms = model.transforms(trunk)
     check_layers(model, trunk, directory)
     try:
-        _match(model, trunk, transforms, quantization, directory)
+        return _match(model, trunk, transforms, directory)
     except CheckpointError as error:
         raise naming_absent(error, mapped.absent) from error
-    return trunk, transforms
 
 
 def _match(
     module: nn.Module,
     trunk: Mapping[str, TensorRef],
     transforms: Mapping[str, Transform],
-    quantization: Quantization,
     directory: Path,
-) -> None:
+) -> Matched:
     """Quantise the parts of `module` as in `trunk`, and compare names, dtypes and shapes.
 
     Raises:
         CheckpointError: See :func:`match_trunk`.
     """
-    _quantise_modules(module, trunk, quantization, directory)
+    specs, dense = _quantise_modules(module, trunk)
     in_blocks = _keep_blocks(module, trunk)
     parameters = dict(named_parameters(module))
-    _check_names(trunk.keys(), parameters.keys(), directory)
-    for name, ref in trunk.items():
+    plain = {name: ref for name, ref in trunk.items() if not _is_part(name, dense)}
+    _check_names(plain.keys() | {f"{path}.weight" for path in dense}, parameters.keys(), directory)
+    for name, ref in plain.items():
         allowed = (ref.dtype,) if name in in_blocks else _dtypes(parameters[name].dtype)
         if ref.dtype not in allowed:
             raise CheckpointError(
@@ -99,31 +117,28 @@ def _match(
         expected = tuple(parameters[name].shape)
         if name not in transforms and ref.shape != expected:
             raise _wrong_shape(ref, ref.shape, expected)
+    return Matched(trunk, transforms, specs, dense)
 
 
 def fill_trunk(
-    model: DecoderModel,
-    mapped: MappedTensors,
-    quantization: Quantization,
-    *,
-    directory: Path,
-    dtype: mx.Dtype,
-) -> None:
-    """Load every trunk tensor into `model`, floats in `dtype`; evaluated.
+    model: DecoderModel, mapped: MappedTensors, *, directory: Path, dtype: mx.Dtype
+) -> Mapping[str, QuantSpec]:
+    """Load every trunk tensor into `model`, floats in `dtype`; evaluated. Returns path of a
+    module -> how its matrix is stored.
 
     Raises:
         CheckpointError: As in :func:`match_trunk`, or a tensor cannot be read.
     """
-    trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
-    _fill(model, trunk, transforms, dtype, model.keeps_float32)
+    matched = match_trunk(model, mapped, directory=directory)
+    _fill(model, matched, dtype, model.keeps_float32)
+    return matched.specs
 
 
 def match_head(
     head: PredictionHead, mapped: MappedTensors, *, directory: Path
-) -> tuple[dict[str, Transform], BlockLayout]:
-    """Do what :func:`match_trunk` does for a head of multi-token prediction, whose quantisation
-    follows from the shapes. Returns parameter name -> transform, and the layout of its experts'
-    blocks.
+) -> tuple[Matched, BlockLayout]:
+    """Do what :func:`match_trunk` does for a head of multi-token prediction. Returns also the
+    layout of its experts' blocks.
 
     Raises:
         CheckpointError: Names, shapes or experts do not fit.
@@ -132,10 +147,9 @@ def match_head(
         head.body.fit_names(mapped.trunk)
         transforms = head.transforms(mapped)
         layouts = check_experts(head.body, mapped, directory=directory)
-        _match(head, mapped.trunk, transforms, Quantization(), directory)
+        return _match(head, mapped.trunk, transforms, directory), layouts[0]
     except CheckpointError as error:
         raise CheckpointError(f"the head of multi-token prediction: {error}") from error
-    return transforms, layouts[0]
 
 
 def fill_head(
@@ -146,28 +160,24 @@ def fill_head(
     Raises:
         CheckpointError: As in :func:`match_head`, or a tensor cannot be read.
     """
-    transforms, layout = match_head(head, mapped, directory=directory)
-    _fill(head, mapped.trunk, transforms, dtype, head.body.keeps_float32)
+    matched, layout = match_head(head, mapped, directory=directory)
+    _fill(head, matched, dtype, head.body.keeps_float32)
     return layout
 
 
 def _fill(
-    module: nn.Module,
-    trunk: Mapping[str, TensorRef],
-    transforms: Mapping[str, Transform],
-    dtype: mx.Dtype,
-    keeps_float32: Callable[[str], bool],
+    module: nn.Module, matched: Matched, dtype: mx.Dtype, keeps_float32: Callable[[str], bool]
 ) -> None:
-    """Load `trunk`, which :func:`_match` has compared, into `module`; evaluated."""
+    """Load what :func:`_match` has compared into `module`; evaluated."""
     parameters = dict(named_parameters(module))
-    loaded, written = load_all(trunk.values()), []
-    for (name, ref), array in zip(trunk.items(), loaded, strict=True):
+    written, transforms = [], matched.transforms
+    for name, ref, array in _loaded(matched):
         expected = tuple(parameters[name].shape)
         if name in transforms:
             array = transforms[name](array)
         if array.shape != expected:
             raise _wrong_shape(ref, array.shape, expected)
-        if ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
+        if mx.issubdtype(array.dtype, mx.floating) and not name.endswith(f".{GLOBAL_SCALE}"):
             array = array.astype(mx.float32 if keeps_float32(name) else dtype)
         if _is_never_zeros(name, array):
             written.append((ref, array.any()))
@@ -176,6 +186,40 @@ def _fill(
         _module_at(module, owner)[leaf] = array
     _check_written(written)
     module.eval()
+
+
+def _loaded(matched: Matched) -> Iterator[tuple[str, TensorRef, mx.array]]:
+    """Yield each parameter's name, its tensor, and what that holds, of a matrix that is computed
+    in floats its numbers in float32."""
+    trunk = matched.trunk
+    plain = {name: ref for name, ref in trunk.items() if not _is_part(name, matched.dense)}
+    for (name, ref), array in zip(plain.items(), load_all(plain.values()), strict=True):
+        yield name, ref, array
+    for path in matched.dense:
+        parts = {part: trunk[f"{path}.{part}"] for part in _STORED if f"{path}.{part}" in trunk}
+        arrays = {part: ref.load() for part, ref in parts.items()}
+        yield f"{path}.weight", parts["weight"], _numbers(matched.specs[path], **arrays)
+
+
+def _is_part(name: str, modules: Set[str]) -> bool:
+    """Return True if a tensor is a part of the quantised matrix of one of `modules`, whose other
+    parameters are as they are."""
+    path, _, part = name.rpartition(".")
+    return path in modules and part in _STORED
+
+
+def _numbers(
+    spec: QuantSpec,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    global_scale: mx.array | None = None,
+) -> mx.array:
+    """Return the numbers of a quantised matrix in float32."""
+    if spec.is_affine and biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    numbers = mx.dequantize(weight, scales, biases, **settings(spec)).astype(mx.float32)
+    return numbers if global_scale is None else scaled(numbers, global_scale, mx.float32)
 
 
 def _dtypes(parameter: mx.Dtype) -> tuple[str, ...]:
@@ -280,6 +324,16 @@ def _layouts(
     return layouts
 
 
+def expert_specs(layouts: Mapping[int, BlockLayout]) -> dict[str, QuantSpec | None]:
+    """Return path of each projection of experts -> how it is stored, as `layouts` have them by
+    layer."""
+    return {
+        f"model.layers.{layer}.mlp.switch_mlp.{projection}": spec
+        for layer, layout in layouts.items()
+        for projection, spec in layout.specs.items()
+    }
+
+
 def _check_names(found: Set[str], expected: Set[str], directory: Path) -> None:
     for names, what in (
         (expected - found, "lacks the tensors"),
@@ -292,39 +346,86 @@ def _check_names(found: Set[str], expected: Set[str], directory: Path) -> None:
 
 
 def _quantise_modules(
-    model: nn.Module,
-    trunk: Mapping[str, TensorRef],
-    quantization: Quantization,
-    directory: Path,
-) -> None:
-    """Quantise each module whose tensors are quantised; bits and groups follow from their
-    shapes."""
+    model: nn.Module, trunk: Mapping[str, TensorRef]
+) -> tuple[dict[str, QuantSpec], set[str]]:
+    """Quantise each module whose tensors are quantised; bits and groups follow from their shapes.
+    Returns path -> how its matrix is stored, and the paths of modules that compute in floats, which
+    are left as they are.
+
+    Raises:
+        CheckpointError: Shapes fit no supported quantisation, or not each other.
+    """
     specs: dict[str, QuantSpec] = {}
+    dense: set[str] = set()
     modules = dict(model.named_modules())
     for name, scales in trunk.items():
         path, _, leaf = name.rpartition(".")
-        weight = trunk.get(f"{path}.weight")
-        module = modules.get(path)
-        if leaf != "scales" or weight is None or not hasattr(module, "to_quantized"):
+        weight, module = trunk.get(f"{path}.weight"), modules.get(path)
+        if leaf != "scales" or weight is None or module is None or "weight" not in module:
             continue
-        one, declared = f"{path}.{GLOBAL_SCALE}" in trunk, quantization.spec(path)
-        specs[path] = infer_spec(weight, scales, modules[path].weight.shape[-1], global_scale=one)
-        if declared is not None and (
-            declared.global_scale > one or replace(declared, global_scale=one) != specs[path]
-        ):
-            raise CheckpointError(
-                f"{directory}: '{path}' is stored in {_describe(specs[path])}, config.json says "
-                f"{_describe(declared)}; correct its quantization entry."
-            )
-    if specs:
+        shape = module.weight.shape
+        one, biases = f"{path}.{GLOBAL_SCALE}" in trunk, trunk.get(f"{path}.biases")
+        specs[path] = spec = infer_spec(weight, scales, shape[-1], global_scale=one)
+        if hasattr(module, "to_quantized"):
+            continue
+        dense.add(path)
+        if weight.shape[:-1] != shape[:-1]:
+            raise _wrong_shape(weight, weight.shape, (*shape[:-1], weight.shape[-1]))
+        groups = (*shape[:-1], spec.groups(shape[-1]))
+        for part in (scales, biases) if spec.is_affine else (scales,):
+            if part is None or part.shape != groups:
+                found = "is missing" if part is None else f"has shape {list(part.shape)}"
+                raise CheckpointError(
+                    f"{weight.file}: '{weight.name}' is quantised, but one of its scales and "
+                    f"biases, which must be {list(groups)}, {found}; download the file again."
+                )
+    quantised = specs.keys() - dense
+    if quantised:
         nn.quantize(
             model,
-            class_predicate=lambda path, _: settings(specs[path]) if path in specs else False,
+            class_predicate=lambda path, _: settings(specs[path]) if path in quantised else False,
         )
     modules = dict(model.named_modules())
-    for path, spec in specs.items():
-        if spec.global_scale and isinstance(modules[path], nn.QuantizedLinear):
+    for path in quantised:
+        if specs[path].global_scale and isinstance(modules[path], nn.QuantizedLinear):
             model.update_modules(tree_unflatten([(path, ScaledLinear.of(modules[path]))]))
+    return specs, dense
+
+
+def compare_with_config(
+    checkpoint: Checkpoint, rules: NameRules, stored: Mapping[str, QuantSpec | None]
+) -> None:
+    """Warn in one line where config.json says other bits, groups or modes than those in which
+    matrices are stored, which are used. Of a matrix that is stored in floats it may say anything.
+
+    stored: Path of a module, or of a projection of experts, -> how its matrix is stored.
+
+    Raises:
+        CheckpointError: A global scale that config.json announces is not there: without it all
+            numbers of the matrix would be others.
+    """
+    hints = checkpoint.quantization.renamed(lambda path: rules.canonical(f"{path}.")[:-1])
+    different = []
+    for path, spec in stored.items():
+        declared = hints.spec(path)
+        if spec is None or (declared is None and path not in hints.overrides):
+            continue
+        if declared is not None and spec.mode == declared.mode == NVFP4:
+            if declared.global_scale > spec.global_scale:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: config.json says that '{path}' has a global_scale, "
+                    "but there is none; fetch the shard that holds it."
+                )
+        elif declared != spec:
+            different.append(path)
+    if different:
+        first, others = different[0], len(different) - 1
+        warnings.warn(
+            f"{checkpoint.config_file}: 'quantization' says {_describe(hints.spec(first))} of "
+            f"'{first}', which is stored in {_describe(stored[first])}"
+            f"{f', and is as wrong of {others} more' if others else ''}; what is stored is used.",
+            stacklevel=2,
+        )
 
 
 def _keep_blocks(model: nn.Module, trunk: Mapping[str, TensorRef]) -> set[str]:
@@ -368,10 +469,11 @@ def infer_spec(
     )
 
 
-def _describe(spec: QuantSpec) -> str:
+def _describe(spec: QuantSpec | None) -> str:
+    if spec is None:
+        return "floats"
     mode = "" if spec.is_affine else f" ({spec.mode})"
-    one = " with a global_scale" if spec.global_scale else ""
-    return f"{spec.bits} bits, groups of {spec.group_size}{mode}{one}"
+    return f"{spec.bits} bits, groups of {spec.group_size}{mode}"
 
 
 class ExpertsOnDisk:

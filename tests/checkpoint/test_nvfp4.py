@@ -236,7 +236,7 @@ def test_a_global_scale_that_is_missing_is_one_line(of_mlx_lm, tmp_path):
     index = json.loads((packed / "experts" / "index.json").read_text())
     del index["trunk"], index["blake2b"]
     (packed / "experts" / "index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"o_proj' is stored in .* with a global_scale"):
+    with pytest.raises(CheckpointError, match="o_proj' has a global_scale, but there is"):
         load_model(packed)
 
 

@@ -59,17 +59,11 @@ def test_both_keys_may_say_the_same():
     ) == QuantSpec(8)
 
 
-@pytest.mark.parametrize(("second", "words"), [
-    ({"bits": 8, "group_size": 64}, "bits=4"),
-    ({"bits": 4, "group_size": 32}, "group_size=32"),
-    ({"bits": 4, "group_size": 64, "lm_head": {"bits": 6, "group_size": 64}}, "lm_head"),
-    ({"bits": 4, "group_size": 64, "lm_head": False}, "lm_head"),
-])  # fmt: skip
-def test_both_keys_must_not_contradict_each_other(second, words):
-    config = {"quantization": {"bits": 4, "group_size": 64}, "quantization_config": second}
-    with pytest.raises(ConfigError, match="contradict each other") as caught:
-        Quantization.from_config(config)
-    assert words in str(caught.value)
+def test_of_two_keys_mlx_lms_counts():
+    """Stored shapes decide, so a contradiction between two hints is no error."""
+    other = {"bits": 8, "group_size": 32, "lm_head": False}
+    config = {"quantization": {"bits": 4, "group_size": 64}, "quantization_config": other}
+    assert Quantization.from_config(config) == Quantization(QuantSpec(4, 64))
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
@@ -124,14 +118,10 @@ def test_renaming_maps_and_drops_paths():
     assert ROUTER in quantization.overrides, "the original is not touched"
 
 
-def test_renaming_onto_one_module_must_not_contradict():
-    block = {"bits": 4, "a.gate": {"bits": 8}, "b.gate": {"bits": 8}, "c.gate": {"bits": 6}}
-    quantization = Quantization.from_config({"quantization": block})
-    assert quantization.renamed(lambda p: p if p == "c.gate" else "gate").spec("gate") == QuantSpec(
-        8
-    )
-    with pytest.raises(ConfigError, match=r"module 'gate' and differ; the second is 'c\.gate'"):
-        quantization.renamed(lambda path: path[2:])
+def test_of_two_entries_for_one_module_the_first_counts():
+    block = {"bits": 4, "a.gate": {"bits": 8}, "c.gate": {"bits": 6}}
+    renamed = Quantization.from_config({"quantization": block}).renamed(lambda path: path[2:])
+    assert renamed.spec("gate") == QuantSpec(8)
 
 
 @pytest.mark.parametrize("block", [{}, MIXED, {"lm_head": {"bits": 6}}])

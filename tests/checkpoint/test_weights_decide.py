@@ -5,6 +5,7 @@ Oracle: the same twin without the contradiction; transformers 5.23 for the value
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -292,3 +293,118 @@ def test_transformers_uses_the_stored_head_too(tmp_path):
     subprocess.run(words, check=True, capture_output=True)
     with pytest.warns(UserWarning, match="stored head"):
         assert np.abs(logits(model) - np.load(out)).max() <= 1e-4
+
+
+def quantise(model: Path, module: str, *, floats: bool = False, **settings) -> int:
+    """Store matrices whose names match `module` quantised, or their numbers; return how many."""
+    found = []
+
+    def change(tensors):
+        found.extend(n for n in tensors if re.search(rf"{module}\.weight$", n))
+        for name in found:
+            parts = mx.quantize(tensors[name].astype(mx.float32), **settings)
+            if floats:
+                tensors[name] = mx.dequantize(*parts, **settings).astype(mx.float32)
+                continue
+            names = ("weight", "scales", "biases")
+            base = name.removesuffix("weight")
+            tensors |= {base + part: array for part, array in zip(names, parts, strict=False)}
+
+    edit(model, change)
+    return len(found)
+
+
+ROUTER = r"(mlp\.gate|mlp\.router|router\.proj|block_sparse_moe\.gate)"
+ROUTERS = (
+    ("deepseek_v3_yarn40", {"bits": 8, "group_size": 32}),
+    ("glm4_moe_norms", {"bits": 4, "group_size": 32, "mode": "mxfp4"}),
+    ("kimi_k25_wrapped", {"bits": 3, "group_size": 32}),
+    ("deepseek_v32_yarn40", {"bits": 8, "group_size": 64}),
+    ("laguna_heads", {"bits": 5, "group_size": 32}),
+    ("gemma4_shared", {"bits": 8, "group_size": 32}),
+    ("gpt_oss_sinks", {"bits": 8, "group_size": 32}),
+)
+
+
+@pytest.mark.parametrize(("twin", "settings"), ROUTERS)
+def test_a_router_that_computes_in_floats_may_be_stored_quantised(tmp_path, twin, settings):
+    stored, floats = copy(twin, tmp_path / "stored"), copy(twin, tmp_path / "floats")
+    assert quantise(stored, ROUTER, **settings)
+    assert quantise(floats, ROUTER, floats=True, **settings)
+    expected = logits(floats)
+    assert np.array_equal(logits(stored), expected)
+    assert not np.array_equal(expected, logits(GOLDEN / twin))
+    assert np.array_equal(logits(convert(stored, tmp_path / "packed")), expected)
+    # mlx-lm has routers in floats there.
+    plain = convert(stored, tmp_path / "plain", layout="safetensors", dtype="float32")
+    assert not any(".gate.scales" in name for name in open_checkpoint(plain).tensors)
+    assert np.abs(logits(plain) - expected).max() <= 1e-2
+
+
+@pytest.mark.parametrize("change", [
+    lambda t, base: t.pop(f"{base}.biases"),
+    lambda t, base: t.update({f"{base}.biases": t[f"{base}.biases"][:2]}),
+    lambda t, base: t.update({f"{base}.weight": t[f"{base}.weight"][:2]}),
+    lambda t, base: t.update({f"{base}.scales": t[f"{base}.scales"][:, :0]}),
+])  # fmt: skip
+def test_a_router_whose_parts_do_not_fit_is_one_line(tmp_path, change):
+    model = copy("deepseek_v3_yarn40", tmp_path / "model")
+    quantise(model, r"mlp\.gate", bits=8, group_size=32)
+    edit(model, lambda t: change(t, min(n for n in t if n.endswith("mlp.gate.scales"))[:-7]))
+    with pytest.raises(CheckpointError, match=r"^[^\n]*mlp\.gate\.weight[^\n]*$"):
+        load_model(model)
+
+
+def says(model: Path, **blocks) -> None:
+    config = json.loads((model / "config.json").read_text())
+    for key in ("quantization", "quantization_config"):
+        config.pop(key, None)
+    (model / "config.json").write_text(json.dumps(config | blocks))
+
+
+EXPERTS = "model.layers.0.mlp.switch_mlp.down_proj"
+HINTS = {
+    "the default alone": {"bits": 2, "group_size": 32},
+    "groups": {"bits": 4, "group_size": 128},
+    "a mode": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "experts": {"bits": 4, "group_size": 32, EXPERTS: {"bits": 8, "group_size": 32}},
+    "no quantisation of one": {"bits": 4, "group_size": 32, "lm_head": False},
+}
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_stored_bits_count_over_those_of_the_config(tmp_path, hint):
+    model = convert(
+        GOLDEN / "qwen3_moe_top2",
+        tmp_path / "model",
+        layout="safetensors",
+        quantize=True,
+        q_group_size=32,
+    )
+    expected = logits(model)
+    says(model, quantization=HINTS[hint])
+    with pytest.warns(UserWarning, match="what is stored is used") as said:
+        assert np.array_equal(logits(model), expected)
+    assert len([w for w in said if "stored" in str(w.message)]) == 1
+    with pytest.warns(UserWarning, match="what is stored is used"):
+        out = convert(model, tmp_path / "out")
+    assert np.array_equal(logits(out), expected)  # whose config.json says what is stored
+
+
+def test_experts_and_trunk_of_mixed_bits(tmp_path):
+    """Every kind of matrix in bits of its own, the config with one default."""
+    stored, floats = (copy("qwen3_moe_top2", tmp_path / n) for n in ("stored", "floats"))
+    mixed = (
+        (r"down_proj", {"bits": 3, "group_size": 64}),
+        (r"(gate|up)_proj", {"bits": 2, "group_size": 32}),
+        (r"self_attn\.[qkvo]_proj", {"bits": 6, "group_size": 32}),
+        (r"embed_tokens", {"bits": 8, "group_size": 64}),
+        (r"lm_head", {"bits": 5, "group_size": 32}),
+    )
+    for module, settings in mixed:
+        assert quantise(stored, module, **settings)
+        quantise(floats, module, floats=True, **settings)
+    says(stored, quantization={"bits": 4, "group_size": 64})
+    with pytest.warns(UserWarning, match="what is stored is used"):
+        found = logits(stored)
+    assert np.abs(found - logits(floats)).max() <= 1e-4

@@ -147,9 +147,9 @@ MANY += ("qwen3-coder-480b-a35b", "qwen3-coder-next", "minimax-m2.7")
     [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE + LONG + MANY)) for n in EXPERT_BYTES],
 )
 def test_both_sides_come_out_empty(name):
-    model, tensors, quantization = opened(name)
+    model, tensors, _ = opened(name)
     mapped = map_tensors(tensors, model.config.name_rules())
-    match_trunk(model, mapped, quantization, directory=Path(name))
+    match_trunk(model, mapped, directory=Path(name))
     left = set(tensors) - {ref.name for ref in mapped.trunk.values()}
     shards = [shard for parts in mapped.tables.values() for shard in parts]
     left -= {ref.name for shard in shards for ref in shard.values()}
@@ -198,19 +198,19 @@ SHORT += ("gemma-4-26b-a4b-4bit",)
     [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in EXPERT_BYTES],
 )
 def test_one_tensor_more_or_less_is_noticed(name):
-    model, published, quantization = opened(name)
+    model, published, _ = opened(name)
     extra = TensorRef("x", Path("x"), 0, "BF16", (4,))
     tensors = published | {"model.layers.0.extra.weight": extra}
     mapped = map_tensors(tensors, model.config.name_rules())
     with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.extra\.weight"):
-        match_trunk(model, mapped, quantization, directory=Path(name))
+        match_trunk(model, mapped, directory=Path(name))
     model, tensors = type(model)(model.config), dict(published)
     parts = ("k_norm", "kv_a_layernorm", "o_proj")
     gone = next(n for p in parts for n in tensors if n.endswith(f"layers.3.self_attn.{p}.weight"))
     del tensors[gone]
     mapped = map_tensors(tensors, model.config.name_rules())
     with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
-        match_trunk(model, mapped, quantization, directory=Path(name))
+        match_trunk(model, mapped, directory=Path(name))
 
 
 @pytest.mark.parametrize("name", [n for n in EXPERT_BYTES if n.removesuffix("-4bit") in SHAPES])
@@ -232,16 +232,16 @@ def test_releases_of_the_same_architecture():
 
 def test_the_router_has_its_own_bits_or_not():
     for name, bits in (("qwen3-30b-a3b-4bit", 4), ("qwen3-235b-a22b-4bit", 8)):
-        model, tensors, quantization = opened(name)
+        model, tensors, _ = opened(name)
         mapped = map_tensors(tensors, model.config.name_rules())
-        match_trunk(model, mapped, quantization, directory=Path("x"))
+        match_trunk(model, mapped, directory=Path("x"))
         assert (model.layers[5].mlp.gate.bits, model.lm_head.bits) == (bits, 4)
 
 
 def test_the_router_has_its_own_bits():
     model, tensors, quantization = opened("qwen3.5-35b-a3b-4bit")
     mapped = map_tensors(tensors, model.config.name_rules())
-    match_trunk(model, mapped, quantization, directory=Path("x"))
+    match_trunk(model, mapped, directory=Path("x"))
     block = model.layers[5].mlp
     assert (block.gate.bits, block.shared_expert_gate.bits) == (8, 8)
     assert (block.shared_expert.up_proj.bits, model.lm_head.bits) == (4, 4)
