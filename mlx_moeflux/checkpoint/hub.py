@@ -50,7 +50,8 @@ from mlx_moeflux.errors import (
     UnsupportedError,
 )
 
-# Matched against names without a folder: what lies in folders is for other programs.
+# Matched against names without a folder: what lies in folders is for other programs, but for a head
+# of multi-token prediction.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # The same weights once more, in the form that Mistral's own programs read.
 _UNWANTED = ("consolidated*.safetensors",)
@@ -60,6 +61,7 @@ _BLOBS = re.compile(
     r"experts/(layer_\d{2,}\.bin|index\.json)"
     r"|packed_experts(_2bit)?/layer_\d{2,}\.bin|model_weights\.bin"
 )
+_HEAD = re.compile(r"(mtp/|mtp|model-mtp)[^/]*\.safetensors")
 # A model's folder in the library's cache is this and the id, with "--" for "/".
 _CACHED_MODEL = "models--"
 _DOWNLOADS = 8
@@ -236,6 +238,7 @@ def needed_files(names: Iterable[str]) -> list[str]:
         name
         for name in names
         if _BLOBS.fullmatch(name)
+        or _HEAD.fullmatch(name)
         or (
             "/" not in name
             and not name.startswith(".")
@@ -264,7 +267,7 @@ def _ask(repo_id: str, revision: str | None, chosen: str | None) -> Path | _Remo
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     files, ggufs, gguf = needed_files(sizes), entries_of(sizes), None
     others = [name for name in files if not name.endswith((*_WEIGHTS, ".index.json"))]
-    has_weights = any(name.endswith(_WEIGHTS) for name in files)
+    has_weights = any(name.endswith(_WEIGHTS) and not _HEAD.fullmatch(name) for name in files)
     if chosen is not None or not has_weights:
         gguf = choose(repo_id, ggufs, chosen)
     if gguf is not None:

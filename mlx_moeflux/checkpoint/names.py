@@ -128,6 +128,16 @@ class NameRules:
             name = re.sub(pattern, replacement, name)
         return name
 
+    def module(self, path: str) -> str:
+        """Return the model's path of a module that config.json names as the checkpoint does; a
+        projection of experts in any layout is that of mlx-lm's stack."""
+        name = self.canonical(f"{path}.weight")
+        for rule in self.experts:
+            match = re.fullmatch(rule.pattern, name)
+            if match is not None and match.groupdict().get("projection"):
+                return f"model.layers.{match['layer']}.mlp.switch_mlp.{match['projection']}"
+        return name.removesuffix(".weight")
+
     def is_dropped(self, name: str) -> bool:
         """Return True if a pattern of `drops` matches."""
         return any(re.fullmatch(pattern, name) for pattern in self.drops)

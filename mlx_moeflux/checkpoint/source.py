@@ -26,7 +26,13 @@ from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExpe
 from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef, naming_absent
+from mlx_moeflux.checkpoint.tensors import (
+    ExpertRefs,
+    TensorIndex,
+    TensorRef,
+    head_files,
+    naming_absent,
+)
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
@@ -92,6 +98,15 @@ class Checkpoint:
             mapped.experts[layer] = components
         return mapped
 
+    def prediction(self, mapped: MappedTensors) -> Mapping[str, TensorRef]:
+        """Return the tensors of multi-token prediction: those of `mapped`, which is this
+        checkpoint's, or else those of files beside it; empty if there are none.
+
+        Raises:
+            CheckpointError: A file beside it is damaged.
+        """
+        return mapped.prediction or head_beside(self.directory)
+
     def identity(self) -> str:
         """A hash of config, tensor headers and block layouts: changes when the model does.
 
@@ -105,6 +120,16 @@ class Checkpoint:
                 layout[f"{layer}/{name}"] = [refs[0].dtype, [count, *refs[0].shape]]
         text = json.dumps([self.config, layout], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def head_beside(directory: Path) -> Mapping[str, TensorRef]:
+    """Return the tensors of :data:`~mlx_moeflux.checkpoint.tensors.HEAD_FILES` in a directory;
+    empty if there are none.
+
+    Raises:
+        CheckpointError: One of them is damaged.
+    """
+    return in_our_form(TensorIndex.of(head_files(directory)))
 
 
 def open_checkpoint(

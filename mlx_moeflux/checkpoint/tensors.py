@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -290,6 +290,8 @@ def block_refs(
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+HEAD_FILES = ("mtp*.safetensors", "model-mtp*.safetensors", "mtp/*.safetensors")
+"""Where programs for MLX put a model's head of multi-token prediction beside its files."""
 MAX_HEADER_BYTES = 100_000_000
 
 _SHARD_NUMBER = re.compile(r"^(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
@@ -316,9 +318,19 @@ class TensorIndex(dict[str, TensorRef]):
         directory = Path(directory)
         weight_map = _read_weight_map(directory)
         shards = _named_shards(directory, set(weight_map.values())) or _find_shards(directory)
+        refs = cls.of(directory / shard for shard in sorted(shards))
+        refs.absent = {name: shard for name, shard in weight_map.items() if name not in refs}
+        return refs
+
+    @classmethod
+    def of(cls, files: Iterable[Path]) -> TensorIndex:
+        """Return the tensors of some files.
+
+        Raises:
+            CheckpointError: A file is damaged, or two have a tensor of one name.
+        """
         refs = cls()
-        for shard in sorted(shards):
-            file = directory / shard
+        for file in files:
             for name, ref in read_header(file)[0].items():
                 if name in refs:
                     raise CheckpointError(
@@ -326,8 +338,15 @@ class TensorIndex(dict[str, TensorRef]):
                         " file that does not belong to this checkpoint."
                     )
                 refs[name] = ref
-        refs.absent = {name: shard for name, shard in weight_map.items() if name not in refs}
         return refs
+
+
+def head_files(directory: Path) -> list[Path]:
+    """Return the files beside a model that have its head of multi-token prediction alone."""
+    for pattern in HEAD_FILES:
+        if found := sorted(directory.glob(pattern)):
+            return found
+    return []
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorRef], int]:
@@ -404,6 +423,8 @@ def _find_shards(directory: Path) -> set[str]:
     names = {p.name for p in directory.glob("*.safetensors") if not p.name.startswith(".")}
     if SINGLE_NAME in names:
         return {SINGLE_NAME}
+    # Those of a head alone are the checkpoint only where nothing else is.
+    names = names - {file.name for file in head_files(directory)} or names
     shards = {name for name in names if name.startswith("model")} or names
     if not shards:
         raise CheckpointError(f"{directory} holds no .safetensors file; pass a checkpoint.")

@@ -245,6 +245,7 @@ class Conversion:
         options += [] if self.held is None else [sorted(self.held.items())]
         options += [] if self._head is None else ["mtp"]
         files = {ref.file for ref in self.checkpoint.tensors.values()}
+        files |= set() if self._head is None else {ref.file for ref in self._head.trunk.values()}
         files |= {refs[0].file for parts in self.mapped.experts.values() for refs in parts.values()}
         stats = {str(file.resolve()): file.stat() for file in sorted(files)}
         found = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
@@ -337,7 +338,7 @@ class Conversion:
         if self.config.prediction() is None:
             return
         try:
-            mapped = map_head(self.mapped.prediction, rules)
+            mapped = map_head(self.checkpoint.prediction(self.mapped), rules)
             if not mapped.trunk:
                 return
             count = mapped.count_of(0)

@@ -8,6 +8,7 @@ draw that differs is the next newest token.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,7 +64,8 @@ def draws_on_heads(given: Draftable) -> bool:
 
 
 def make_drafting(given: Draftable, model: Any) -> Drafting | None:
-    """Return what `model` drafts with by the option ``drafts``, or None for nothing.
+    """Return what `model` drafts with by the option ``drafts``, or None for nothing, of which
+    ``auto`` warns.
 
     Raises:
         InputError: It is none of the option's values, or the model has no such source.
@@ -73,11 +75,11 @@ def make_drafting(given: Draftable, model: Any) -> Drafting | None:
     if given == OFF:
         return None
     if not all(entry.takes_rows for entry in model.make_cache()):
+        why = "a layer's state of this model cannot forget rejected drafts"
         if given == AUTO:
+            warnings.warn(f"drafts '{AUTO}' drafts nothing: {why}.", stacklevel=2)
             return None
-        raise UnsupportedError(
-            "a layer's state of this model cannot forget rejected drafts; load with drafts off."
-        )
+        raise UnsupportedError(f"{why}; load with drafts off.")
     if not isinstance(given, str | int):
         return Drafting(given)
     makers = [SOURCES[given]] if given in SOURCES else SOURCES.values()

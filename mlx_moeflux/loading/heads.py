@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.formats.foreign import in_our_form
 from mlx_moeflux.checkpoint.names import MappedTensors, map_head
-from mlx_moeflux.checkpoint.source import Checkpoint
-from mlx_moeflux.checkpoint.tensors import TensorIndex, TensorRef, read_header
+from mlx_moeflux.checkpoint.source import Checkpoint, head_beside
+from mlx_moeflux.checkpoint.tensors import HEAD_FILES, TensorIndex, TensorRef
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.readers import Reader, make_reader
@@ -67,7 +67,7 @@ def open_head(
     """Read the head of `model`, but for its experts.
 
     mapped: The model's checkpoint. path: File or directory that has the head; None: the checkpoint
-    has it. reader: Name of a reader of experts.
+    has it, or a file beside it. reader: Name of a reader of experts.
 
     Raises:
         UnsupportedError: Heads of the family are not computed.
@@ -75,45 +75,64 @@ def open_head(
     """
     if model.config.prediction() is None:
         raise UnsupportedError(
-            f"{checkpoint.config_file}: heads of multi-token prediction of {model.model_type!r} "
-            "are not computed; take drafts without one, such as 'lookup'."
+            f"{checkpoint.config_file}: {_not_computed(model.config)}; take drafts without one, "
+            "such as 'lookup'."
         )
     place = checkpoint.directory if path is None else Path(path)
     rules = model.config.name_rules()
-    found = mapped.prediction if path is None else _tensors_of(place)
+    found = checkpoint.prediction(mapped) if path is None else _tensors_of(place)
     of_head = map_head(found, rules)
     if not of_head.trunk:
-        raise CheckpointError(_absent(checkpoint, place, path is None))
+        if path is not None:
+            raise CheckpointError(
+                f"{place} has no head of multi-token prediction; give a file or directory with one."
+            )
+        why = _absent(checkpoint) or (
+            "no head of multi-token prediction; give mtp_path a file or directory with one, or "
+            "take drafts without one, such as 'lookup'"
+        )
+        raise CheckpointError(f"{place} has {why}.")
     head = model.HEAD(model, num_experts=of_head.count_of(0))
     layout = fill_head(head, of_head, directory=place, dtype=dtype)
     layer = model.config.num_hidden_layers
     return OpenedHead(head, of_head, layout, layer, make_reader(reader, of_head.experts))
 
 
+def without_head(checkpoint: Checkpoint, config: Any) -> str | None:
+    """Return why a checkpoint that was published with a head of multi-token prediction drafts
+    without it; None: config.json promises none."""
+    why = _absent(checkpoint)
+    if why is not None and config.prediction() is None:
+        why = _not_computed(config)
+    return why
+
+
+def _not_computed(config: Any) -> str:
+    return f"heads of multi-token prediction of {config.MODEL_TYPE!r} are not computed"
+
+
 def _tensors_of(place: Path) -> Mapping[str, TensorRef]:
     """Return the tensors of a safetensors file, or of a directory with some."""
-    return in_our_form(TensorIndex.open(place) if place.is_dir() else read_header(place)[0])
+    if place.is_dir():
+        return head_beside(place) or in_our_form(TensorIndex.open(place))
+    return in_our_form(TensorIndex.of([place]))
 
 
-def _absent(checkpoint: Checkpoint, place: Path, own: bool) -> str:
-    """Return the message for a checkpoint, or a file, without a head."""
-    if not own:
-        return f"{place} has no head of multi-token prediction; give a file or directory with one."
+def _absent(checkpoint: Checkpoint) -> str | None:
+    """Return in words what a checkpoint has in place of its head; None: config.json promises
+    none."""
     if checkpoint.prediction_bytes:
         return (
-            f"{place}: a head of multi-token prediction in GGUF is not read; give mtp_path a file "
-            "or directory in safetensors with one, such as the original's."
+            "a head of multi-token prediction in GGUF, which is not read; give mtp_path a file or "
+            "directory in safetensors with one, such as the original's"
         )
     text: Any = checkpoint.config.get("text_config")
     keys = checkpoint.config | (text if isinstance(text, dict) else {})
     key = next((key for key in _KEYS if keys.get(key)), None)
     if key is None:
-        return (
-            f"{place} has no head of multi-token prediction; give mtp_path a file or directory "
-            "with one, or take drafts without one, such as 'lookup'."
-        )
+        return None
     return (
-        f"{place} has no tensors of the head of multi-token prediction, of which '{key}' of "
-        f"config.json is {keys[key]!r}: it was stripped; give mtp_path a file or directory with "
-        "them, such as the original's."
+        f"no tensors of the head of multi-token prediction, of which '{key}' of config.json is "
+        f"{keys[key]!r}: it was stripped, and there is no {' or '.join(HEAD_FILES)}; give mtp_path "
+        "a file or directory with them, such as the original's"
     )

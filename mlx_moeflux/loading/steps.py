@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.loading.heads import OpenedHead, open_head
+from mlx_moeflux.loading.heads import OpenedHead, open_head, without_head
 from mlx_moeflux.loading.options import (
     LoadArguments,
     LoadModelArguments,
@@ -455,11 +456,16 @@ def _open_head(
     model: DecoderModel, source: Source, placed: Placed, dtype: mx.Dtype
 ) -> OpenedHead | None:
     """Read the head of multi-token prediction that `drafts` or `mtp_path` names, or one that the
-    checkpoint has, if `drafts` may draw on it; None: neither."""
-    options, own = source.options, placed.mapped.prediction
+    checkpoint has or lies beside it, if `drafts` may draw on it; None: neither. Warns if the
+    checkpoint was published with one."""
+    options, checkpoint = source.options, source.checkpoint
     if options.drafts != HeadDrafts.name and options.mtp_path is None:
-        computed = source.config.prediction() is not None
-        if not (own and computed and draws_on_heads(options.drafts)):
+        if not draws_on_heads(options.drafts):
+            return None
+        if source.config.prediction() is None or not checkpoint.prediction(placed.mapped):
+            if why := without_head(checkpoint, source.config):
+                place = checkpoint.directory
+                warnings.warn(f"drafts of {place} come without its head: {why}.", stacklevel=2)
             return None
     return open_head(
         model,

@@ -119,7 +119,7 @@ def measure_sizes(
         raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
     drafts = {
         stored.name: stored.nbytes
-        for ref in mapped.prediction.values()
+        for ref in checkpoint.prediction(mapped).values()
         for stored in sources_of(ref)
     }
     shards = [shard for parts in mapped.tables.values() for shard in parts]

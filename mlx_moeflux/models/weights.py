@@ -404,7 +404,7 @@ def compare_with_config(
         CheckpointError: A global scale that config.json announces is not there: without it all
             numbers of the matrix would be others.
     """
-    hints = checkpoint.quantization.renamed(lambda path: rules.canonical(f"{path}.")[:-1])
+    hints = checkpoint.quantization.renamed(rules.module)
     different = []
     for path, spec in stored.items():
         declared = hints.spec(path)

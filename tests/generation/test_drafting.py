@@ -636,7 +636,8 @@ def test_options_choose_the_source_and_the_number():
 def test_a_state_that_cannot_forget_rows_has_no_drafts(monkeypatch):
     model = model_of("text_top3")
     monkeypatch.setattr(type(model.make_cache()[0]), "takes_rows", False)
-    assert make_drafting("auto", model) is None
+    with pytest.warns(UserWarning, match="^drafts 'auto' drafts nothing: a layer's state"):
+        assert make_drafting("auto", model) is None
     with pytest.raises(UnsupportedError, match="load with drafts off"):
         make_drafting("lookup", model)
 

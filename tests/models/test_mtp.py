@@ -6,6 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, InputError, UnsupportedError
 from mlx_moeflux.loading import load_model
 from tests.kernels.harness import require_gpu
@@ -225,6 +226,73 @@ def test_it_is_freed_and_closed_with_the_model():
         assert same_bits(drafted(model, LAYER), before)
     with pytest.raises(InputError, match="closed"):
         drafted(model, LAYER)
+
+
+BESIDE = ("mtp.safetensors", "mtp_weights.safetensors", "model-mtp.safetensors",
+          "mtp/weights.safetensors")  # fmt: skip
+
+
+def beside(case, folder, place, *, bare=False, shards=False):
+    """Return a model with its head in a file beside its own. bare: Names lack what says that they
+    are a head's. shards: Of the model's files no one is called model.safetensors."""
+    model = with_tensors(case, folder, {})
+    if shards:
+        (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    tensors = head_tensors(case)
+    if bare:
+        tensors = {name.removeprefix("mtp."): array for name, array in tensors.items()}
+    (model / place).parent.mkdir(exist_ok=True)
+    mx.save_safetensors(str(model / place), tensors)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "form"),
+    [
+        (MODULE, BESIDE[0], {}),
+        (MODULE, BESIDE[1], {"bare": True}),
+        (MODULE, BESIDE[2], {"shards": True, "bare": True}),
+        (MODULE, BESIDE[3], {}),
+        (LAYER, BESIDE[0], {"shards": True}),
+        (LAYER, BESIDE[3], {}),
+    ],
+)
+def test_a_head_in_a_file_beside_the_model_is_found(tmp_path, case, place, form):
+    model = beside(case, tmp_path / "model", place, **form)
+    with load(case) as own:
+        expected = drafted(own, case)
+    packed = convert(model, tmp_path / "packed")
+    for directory, options in (
+        (model, {"drafts": "mtp"}),
+        (model, {"drafts": "auto"}),
+        (GOLDEN / case, {"drafts": "mtp", "mtp_path": model}),
+        (packed, {"drafts": "mtp"}),
+    ):
+        with load_model(directory, dtype=mx.float32, **options) as found:
+            assert all(map(mx.allclose, drafted(found, case), expected)), (directory, options)
+    with load_model(model, dtype=mx.float32) as found:
+        assert found.prediction is None
+    (model / place).write_bytes(b"version https://git-lfs")
+    with pytest.raises(CheckpointError, match=place):
+        load_model(model, drafts="mtp")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("vision_top2", r"'mtp_num_hidden_layers' of config.json is 1: it was stripped, and there"),
+        ("deepseek_v3_yarn40", "'num_nextn_predict_layers'"),
+        ("kimi_k25_wrapped", None),
+        ("qwen3_moe_top2", None),
+    ],
+)
+def test_auto_says_that_it_drafts_without_the_head(tmp_path, recwarn, case, said):
+    with load_model(with_tensors(case, tmp_path / "model", {}), drafts="auto") as model:
+        assert model.prediction is None
+        assert model.drafting.source.name == "lookup"
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == (said is not None)
+    assert said is None or (said in found[0] and "come without its head" in found[0])
 
 
 def without(part):
