@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux import mlx_lm_plugin
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.telemetry.events import Chosen
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
@@ -397,3 +398,29 @@ def test_evaluate(two_bundled_layers, register, evaluation, tokenizer, continuat
     replies = harness.generate_until([Request(text, {"until": ["\0"]}) for text in texts])
     assert replies == [tokenizer.decode(continuation(text, COUNT)) for text in texts]
     harness._model.close()
+
+
+@pytest.fixture(scope="module")
+def in_floats(two_bundled_layers, tmp_path_factory):
+    return convert(two_bundled_layers, tmp_path_factory.mktemp("plain") / "m", dequantize=True)
+
+
+@pytest.mark.parametrize("mode", [(), ("--q-mode", "mxfp4"), ("--q-bits", "8")])
+def test_a_conversion_quantises_experts_too(register, run, in_floats, tmp_path, mode):
+    register(expert_memory="100%")
+    run("convert", "--hf-path", in_floats, "--mlx-path", tmp_path / "out", "-q", *mode)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    with load_model(tmp_path / "out") as model:
+        for block in model.moe_blocks().values():
+            specs = {block.switch_mlp[p].spec for p in ("gate_proj", "up_proj", "down_proj")}
+            (spec,) = specs
+            assert (spec.bits, spec.group_size) == (config["bits"], config["group_size"])
+        assert mx.isfinite(model(mx.array([[1, 2, 3]]))).all()
+    own, _ = mlx_lm_plugin._stock["load_model"](tmp_path / "out")
+    assert mx.isfinite(own(mx.array([[1, 2, 3]]))).all()
+
+
+def test_a_conversion_of_streamed_experts_is_refused(register, run, in_floats, tmp_path):
+    register(expert_memory="50%")
+    with pytest.raises(UnsupportedError, match="streamed experts are no parameters"):
+        run("convert", "--hf-path", in_floats, "--mlx-path", tmp_path / "out", "-q")

@@ -102,6 +102,8 @@ class DecoderModel(StreamingModel):
     MODEL_TYPE: ClassVar[str]
     MLX_LM_PREFIX: ClassVar[str] = ""
     """Prefix of every tensor name in the layout that mlx-lm loads."""
+    TIED_IN_MLX_LM: ClassVar[bool] = True
+    """Whether mlx-lm computes a head that is the embedding."""
     TEXT_MODEL: ClassVar[type[TextModel]] = TextModel
     ZERO_CENTRED: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of norms that mlx-lm's layout stores less one."""
@@ -145,15 +147,25 @@ class DecoderModel(StreamingModel):
         return cls.MLX_LM_PREFIX + name
 
     @classmethod
+    def lacking_in_mlx_lm(cls, config: Any) -> str | None:
+        """Return in words what of a model of `config` mlx-lm has not; None: it loads the model."""
+        tied = config.tie_word_embeddings and not cls.TIED_IN_MLX_LM
+        return f"a head that is the embedding in {cls.MODEL_TYPE!r}" if tied else None
+
+    @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
         """Return keys of config.json that mlx-lm needs and newer spellings may lack."""
         return {}
 
     @classmethod
     def mlx_lm_config(cls, config: Any, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json `raw`, which `config` was read from, as mlx-lm reads it."""
+        """Return config.json `raw`, which `config` was read from, as mlx-lm reads it. mlx-lm knows
+        a text model by the type of the whole."""
         needed = cls.mlx_lm_keys(config).items()
-        return raw | {key: value for key, value in needed if raw.get(key) is None}
+        found = raw | {key: value for key, value in needed if raw.get(key) is None}
+        if raw.get("model_type") == f"{cls.MODEL_TYPE}_text":
+            found["model_type"] = cls.MODEL_TYPE
+        return found
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Build layer number `layer`."""

@@ -26,6 +26,7 @@ class Model(DecoderModel):
 
     Config = Config
     MODEL_TYPE = "deepseek_v3"
+    TIED_IN_MLX_LM = False
     keeps_float32 = staticmethod(routes_in_float32)
 
     @classmethod

@@ -25,6 +25,7 @@ class Model(AttentionDecoder):
 
     Config = Config
     MODEL_TYPE = "glm4_moe"
+    TIED_IN_MLX_LM = False
     keeps_float32 = staticmethod(routes_in_float32)
 
     @classmethod

@@ -25,6 +25,12 @@ class Model(deepseek_v32.Model):
     MODEL_TYPE = "glm_moe_dsa"
 
     @classmethod
+    def lacking_in_mlx_lm(cls, config: Config) -> str | None:
+        """See :meth:`DecoderModel.lacking_in_mlx_lm`."""
+        shared = "layers that share an indexer" if config.shares_indexers else None
+        return shared or super().lacking_in_mlx_lm(config)
+
+    @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
         """See :meth:`DecoderModel.mlx_lm_keys`."""
         return super().mlx_lm_keys(config) | config.fixed()

@@ -36,6 +36,7 @@ class Model(AttentionDecoder):
 
     Config = Config
     MODEL_TYPE = "gpt_oss"
+    TIED_IN_MLX_LM = False
 
     @property
     def activation(self) -> Activation:

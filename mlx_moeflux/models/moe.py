@@ -157,6 +157,21 @@ class ExpertProjection(Module):
             raise AttributeError("blocks are no packed words, of which mlx-lm counts bits")
         return self.spec.bits
 
+    def to_quantized(self, group_size: int, bits: int, mode: str = "affine") -> ExpertProjection:
+        """Return this projection quantised along its inputs, as mlx-lm's conversion asks for."""
+        module = ExpertProjection.__new__(ExpertProjection)
+        nn.Module.__init__(module)
+        module.spec = QuantSpec(bits, group_size, mode)
+        module.weight, module.scales, *biases = mx.quantize(
+            self.weight, group_size, bits, mode=mode
+        )
+        if biases:
+            module.biases = biases[0]
+        if "bias" in self:
+            module.bias = self.bias
+        module.freeze()
+        return module
+
     def bank(self) -> ProjectionBank:
         scales, biases = self.get("scales"), self.get("biases")
         bias, whole = self.get("bias"), self.get("global_scale")

@@ -8,6 +8,7 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -223,6 +224,20 @@ class Model(DecoderModel):
         heads = config.num_attention_heads
         full = chunk * heads * (8 * config.head_dim + 3 * tokens)
         return 4 * (residual + max(linear, full)) + self.expert_scratch_bytes()
+
+    @classmethod
+    def mlx_lm_interval(cls, config: Config) -> int:
+        """Return by which number of layers one has attention in the config that mlx-lm reads."""
+        return config.full_attention_interval
+
+    @classmethod
+    def lacking_in_mlx_lm(cls, config: Config) -> str | None:
+        """See :meth:`DecoderModel.lacking_in_mlx_lm`."""
+        interval = cls.mlx_lm_interval(config)
+        regular = replace(config, layer_types=(), full_attention_interval=interval)
+        if all(config.is_linear(i) == regular.is_linear(i) for i in range(len(config.layer_types))):
+            return super().lacking_in_mlx_lm(config)
+        return "'layer_types' other than 'full_attention_interval' makes them"
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -77,11 +77,15 @@ class Model(qwen3_5_moe.Model):
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
         """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm reads an interval, no list of layers."""
-        full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
-        interval = full[0] + 1 if full else config.num_hidden_layers + 1
         keys = stretched(asdict(config), config.yarn)
         del keys["layer_types"]
-        return keys | {"full_attention_interval": interval}
+        return keys | {"full_attention_interval": cls.mlx_lm_interval(config)}
+
+    @classmethod
+    def mlx_lm_interval(cls, config: Config) -> int:
+        """See :meth:`qwen3_5_moe.Model.mlx_lm_interval`; config.json need not have it."""
+        full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
+        return full[0] + 1 if full else config.num_hidden_layers + 1
 
     @classmethod
     def mlx_lm_name(cls, name: str) -> str:

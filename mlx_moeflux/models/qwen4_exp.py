@@ -222,6 +222,11 @@ class Model(qwen3_5_moe.Model):
         index = chunk * (4 * blocks + tokens)
         return super().activation_bytes(tokens) + 4 * (streams + index)
 
+    @classmethod
+    def lacking_in_mlx_lm(cls, config: Config) -> str | None:
+        """See :meth:`DecoderModel.lacking_in_mlx_lm`."""
+        return f"model_type {cls.MODEL_TYPE!r}"
+
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
         """See :meth:`DecoderModel.transforms`.

@@ -158,7 +158,8 @@ def test_needed_files_are_weights_json_and_tokenizer():
         "packed_experts_2bit/layer_00.bin",
     ]
     heads = ["mtp/weights.safetensors", "mtp.safetensors", "model-mtp.safetensors"]
-    other = ["experts/pickle.bin", "mtp/x/y.safetensors", "mtp/readme.md", "layer_03.bin", "training_args.bin", "experts/layer_03.bin.tmp",
+    other = ["experts/pickle.bin", "mtp/x/y.safetensors", "mtp/readme.md",
+             "layer_03.bin", "training_args.bin", "experts/layer_03.bin.tmp",
              "x/experts/layer_03.bin", "experts/.progress.json", "qwen.tiktoken.py"]  # fmt: skip
     assert needed_files([*ours, *theirs, *heads, *other]) == [*ours, *theirs, *heads]
 

@@ -24,6 +24,7 @@ from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, InputError, MoefluxError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models import model_class
+from tests.models.twins import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(p.parent.name for p in GOLDEN.glob("*/golden.safetensors"))
@@ -289,3 +290,45 @@ def test_peak_memory_is_a_few_chunks(tmp_path, options):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) <= 300_000_000 + 64 * 2**20 + 3 * 1_769_472
+
+
+# One of each type; by default those whose type mlx-lm has under another name, or has not.
+OF_MLX_LM = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("text_top_all", "qwen4_exp_rows")))
+    for name in (
+        *("text_top3", "text_top_all", "vision_top2"),
+        *("qwen4_exp_rows", "qwen4_exp_vision", "qwen3_moe_top2"),
+        *("qwen3_next_top3", "deepseek_v3_groups", "deepseek_v32_yarn40", "glm4_moe_plain"),
+        *("glm4_moe_lite_flash", "glm_moe_dsa_shared", "gpt_oss_sinks", "kimi_k2_group1"),
+        *("kimi_k25_wrapped", "laguna_heads", "minimax_m2_norms", "gemma4_shared"),
+    )
+]
+
+LACKING = {
+    "qwen4_exp_rows": "model_type 'qwen4_exp'",
+    "qwen4_exp_vision": "model_type 'qwen4_exp'",
+    "text_top3": "'layer_types' other than",
+    "deepseek_v3_groups": "a head that is the embedding in 'deepseek_v3'",
+    "glm4_moe_plain": "a head that is the embedding in 'glm4_moe'",
+    "glm_moe_dsa_shared": "layers that share an indexer",
+}
+
+
+@pytest.mark.parametrize("twin", OF_MLX_LM)
+def test_mlx_lm_has_the_type_that_is_written_or_a_line_says_so(tmp_path, recwarn, twin):
+    utils = pytest.importorskip("mlx_lm.utils")
+    out = convert(GOLDEN / twin, tmp_path / "out", layout="safetensors")
+    said = [str(warning.message) for warning in recwarn]
+    tokens = mx.array([[1, 2, 3]])
+    with load_model(GOLDEN / twin, dtype=mx.float32) as model:
+        expected = model(tokens)
+    with load_model(out, dtype=mx.float32) as model:
+        assert relative_error(model(tokens), expected) <= 1e-2
+    if twin not in LACKING:
+        assert said == []
+        utils.load_model(out, lazy=True)
+        return
+    (line,) = said
+    assert f"mlx-lm has no {LACKING[twin]}" in line
+    with pytest.raises(ValueError, match=r"not supported|parameters"):
+        utils.load_model(out, lazy=True)
