@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, whole_words
 
 MOST_AXES = 8
 
@@ -16,7 +16,7 @@ MOST_AXES = 8
 def shown(value: object) -> str:
     """Return a value for a message, in one line of at most 60 characters."""
     line = " ".join(repr(value).split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
+    return line if len(line) <= 60 else f"{whole_words(line[:57])}..."
 
 
 def is_natural(value: object) -> TypeGuard[int]:

@@ -26,11 +26,22 @@ class MoefluxError(Exception):
 def _shortened(text: str) -> str:
     def value(match: re.Match) -> str:
         found = match[0]
-        return found if _PATH.fullmatch(found.strip("'\"")) else f"{found[:50]} ... {found[-10:]}"
+        if _PATH.fullmatch(found.strip("'\"")):
+            return found
+        return f"{whole_words(found[:50])} ... {whole_words(found[-10:], end=True)}"
 
     text = _VALUE.sub(value, text)
     most = MOST_CHARACTERS + sum(len(path) for path in _PATH.findall(text)[:2])
-    return text if len(text) <= most else f"{text[: most - 105]} ... {text[-100:]}"
+    if len(text) <= most:
+        return text
+    return f"{whole_words(text[: most - 105])} ... {whole_words(text[-100:], end=True)}"
+
+
+def whole_words(part: str, *, end: bool = False) -> str:
+    """Return a part of a text, its beginning or its `end`, without the word that the cut may have
+    broken; all of it if it is one word."""
+    kept = part.partition(" ")[2] if end else part.rpartition(" ")[0]
+    return kept or part
 
 
 class ConfigError(MoefluxError, ValueError):

@@ -105,6 +105,20 @@ def write_exact(fd: int, view: memoryview, *, offset: int) -> None:
         done += os.pwrite(fd, view[done : done + _MAX_PIECE], offset + done)
 
 
+LFS_POINTER = b"version https://git-lfs"
+
+
+def refuse_pointer(
+    start: bytes, file: Path | str, *, error: type[MoefluxError] = CheckpointError
+) -> None:
+    """Raise ``error`` if a file that begins with `start` is Git LFS's note of where it is."""
+    if start.startswith(LFS_POINTER):
+        raise error(
+            f"{file} is a pointer of Git LFS and not the file itself; run 'git lfs pull' in its "
+            "folder, or download it."
+        )
+
+
 def parse_json_object(
     text: bytes, file: Path, *, what: str, error: type[MoefluxError] = CheckpointError
 ) -> dict:
@@ -113,6 +127,7 @@ def parse_json_object(
     An object ``{"__float__": "Infinity"}``, by which transformers writes what JSON has no number
     for, becomes that float, and so does one with the text of a finite float, such as "1e-6".
     """
+    refuse_pointer(text, file, error=error)
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as cause:

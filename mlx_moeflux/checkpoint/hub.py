@@ -29,6 +29,7 @@ from mlx_moeflux.checkpoint.files import (
     read_json_object,
     unreadable,
 )
+from mlx_moeflux.checkpoint.formats.foreign import refuse_adapter
 from mlx_moeflux.checkpoint.formats.gguf_architectures import architecture_of
 from mlx_moeflux.checkpoint.formats.gguf_container import MAGIC, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import (
@@ -48,6 +49,7 @@ from mlx_moeflux.errors import (
     MemoryBudgetError,
     MoefluxError,
     UnsupportedError,
+    whole_words,
 )
 
 # Matched against names without a folder: what lies in folders is for other programs, but for a head
@@ -186,11 +188,7 @@ def _refuse_what_is_no_model(
     if "config.json" in names:
         return
     refuse_other_files(place, ggufs)
-    if "adapter_config.json" in names:
-        raise CheckpointError(
-            f"{place} holds an adapter (adapter_config.json) and no model; merge it into its base"
-            " model with mlx_lm.fuse, or pass the base model."
-        )
+    refuse_adapter(place, names)
     raise CheckpointError(
         f"{place} has no config.json and no .gguf file; pass a model's directory or hub id."
     )
@@ -549,7 +547,9 @@ def _translated(cause: Exception, repo_id: str, revision: str | None) -> Moeflux
 def _reason(cause: Exception) -> str:
     """The library's message in one line of bounded length, without its closing stop."""
     text = " ".join(str(cause).split()) or type(cause).__name__
-    return text.rstrip(".") if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
+    if len(text) <= _MAX_REASON:
+        return text.rstrip(".")
+    return f"{whole_words(text[:_MAX_REASON])}..."
 
 
 def download_folder() -> Path:

@@ -18,7 +18,13 @@ from typing import Any
 
 from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS, hoisted
 from mlx_moeflux.checkpoint.files import read_json_object
-from mlx_moeflux.checkpoint.formats.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
+from mlx_moeflux.checkpoint.formats.foreign import (
+    DEFAULT_BLOCK,
+    check_fp8,
+    in_our_form,
+    refuse_adapter,
+    refuse_undecoded,
+)
 from mlx_moeflux.checkpoint.formats.gguf import GgufFile, open_gguf
 from mlx_moeflux.checkpoint.formats.gguf_files import find_gguf
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
@@ -161,11 +167,20 @@ def open_checkpoint(
         raise InputError(f"{directory} is no GGUF file, so requantize has no blocks; leave it out.")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
+    if not (directory / CONFIG_NAME).exists():
+        refuse_adapter(directory, os.listdir(directory))
     config = hoisted(read_json_object(directory / CONFIG_NAME, error=ConfigError))
     safetensors = any(directory.glob("*.safetensors"))
     found = None if safetensors else MoefluxDirectory.find(directory)
     if found is not None:
         return _open_moeflux(found, config)
+    tensors = TensorIndex.open(directory)
+    refuse_undecoded(tensors)
+    if {ref.file for ref in tensors.values()} <= set(head_files(directory)):
+        raise CheckpointError(
+            f"{directory} has a head of multi-token prediction and no model; pass the model's "
+            "directory, and this one as mtp_path."
+        )
     beside = directory / MODELOPT_NAME
     if beside.exists() and not any(config.get(key) for key in QUANTIZATION_KEYS):
         config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(beside)}
@@ -180,7 +195,7 @@ def open_checkpoint(
         directory=directory,
         form="packed" if blocks else "safetensors",
         config=config,
-        tensors=TensorIndex.open(directory),
+        tensors=tensors,
         quantization=Quantization.from_config(config),
         blocks=blocks,
         held=held,

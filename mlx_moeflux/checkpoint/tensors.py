@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, overload
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.files import (
+    LFS_POINTER,
     inside_path,
     opened,
     parse_json_object,
     read_exact,
     read_json_object,
+    refuse_pointer,
     unreadable,
 )
 from mlx_moeflux.checks import is_natural, is_shape
@@ -453,6 +455,7 @@ def _header_size(fd: int, file: Path, *, size: int) -> int:
         )
     header_size = int.from_bytes(_read(fd, file, count=8, offset=0), "little")
     if header_size > MAX_HEADER_BYTES:
+        refuse_pointer(_read(fd, file, count=min(size, len(LFS_POINTER)), offset=0), file)
         raise CheckpointError(
             f"{file} announces a header of {header_size} bytes, above the limit of"
             f" {MAX_HEADER_BYTES}; it is damaged or not a safetensors file."

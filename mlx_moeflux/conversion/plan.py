@@ -204,8 +204,8 @@ class Conversion:
         held: Held | None = None,
         mtp: bool = True,
     ):
-        kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
         self.config = read_config(checkpoint, strict=strict)
+        kind = model_class(checkpoint.config["model_type"])
         self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
         self.mapped: MappedTensors = checkpoint.mapped(self.config.name_rules())

@@ -54,7 +54,7 @@ from mlx_moeflux.loading.stores import (
     make_store,
     trunk_bytes_to_decode,
 )
-from mlx_moeflux.models import model_class, read_config
+from mlx_moeflux.models import check_kind, model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import Router, check_router
@@ -93,6 +93,7 @@ def load(
     with reporting(distributed) as ranks:
         gguf_file = options.pop("gguf_file", None)
         path = resolve(path_or_hub_id, revision=revision, gguf_file=gguf_file)
+        check_kind(path)
         tokenizer = load_tokenizer(path, **dict(tokenizer_config or {}))
         return load_model(path, **{**options, "distributed": ranks}), tokenizer
 
@@ -255,8 +256,8 @@ def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
         strict=options.strict_config,
     )
     options = _tuned(options, checkpoint, path)
-    kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = read_config(checkpoint, strict=options.strict_config)
+    kind = model_class(checkpoint.config["model_type"])
     kernels = options.kernels
     if not isinstance(kernels, Kernels):
         kernels = choose_kernels(kernels, check_values=options.check_values)

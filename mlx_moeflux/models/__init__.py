@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.head import is_tied
+from mlx_moeflux.models.other_models import refuse_draft_head, refuse_unknown
 
 if TYPE_CHECKING:
     from mlx_moeflux.checkpoint.names import MappedTensors
@@ -57,6 +61,24 @@ def config_class(model_type: Any, *, file: Any = "config.json") -> type:
     return _module(model_type, file, "_config").Config
 
 
+def check_kind(directory: Path) -> None:
+    """Look at config.json of a directory, if it has one, before anything else of it is read.
+
+    Raises:
+        UnsupportedError: It is none of a model that is computed here.
+    """
+    file = directory / "config.json"
+    if file.is_file():
+        check_config(read_json_object(file, error=ConfigError), file=file)
+
+
+def check_config(config: Mapping[str, Any], *, file: Any) -> None:
+    """Raise :class:`UnsupportedError`, which says what it is and who runs it, if `config` is none
+    of a model that is computed here."""
+    refuse_draft_head(config, file)
+    refuse_unknown(config, MODEL_TYPES, file)
+
+
 def published_shapes() -> dict[str, Any]:
     """Return the configs of published models by name, of every architecture."""
     shapes: dict[str, Any] = {}
@@ -66,11 +88,7 @@ def published_shapes() -> dict[str, Any]:
 
 
 def _module(model_type: Any, file: Any, suffix: str = "") -> Any:
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise UnsupportedError(
-            f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}; "
-            "mlx-lm runs models without experts."
-        )
+    refuse_unknown({"model_type": model_type}, MODEL_TYPES, file)
     return importlib.import_module(f"{__name__}.{MODEL_TYPES[model_type]}{suffix}")
 
 
@@ -114,7 +132,8 @@ def parsed_config(checkpoint: Checkpoint, *, strict: bool = True) -> Any:
         UnsupportedError: The architecture is not supported.
     """
     file = checkpoint.config_file
-    kind = config_class(checkpoint.config.get("model_type"), file=file)
+    check_config(checkpoint.config, file=file)
+    kind = config_class(checkpoint.config["model_type"], file=file)
     config = kind.from_dict(checkpoint.config, file=file, strict=strict)
     tensors = len(checkpoint.tensors)
     for name in config.LAYER_KEYS:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import only, says_nothing
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
-from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, check_layer_types
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
@@ -94,7 +94,13 @@ class Config(AttentionConfig):
             if "tie_word_embeddings" in config:
                 text["tie_word_embeddings"] = config["tie_word_embeddings"]
         for key, (default, computed) in _COMPUTED.items():
-            only(file, key, text.get(key, default), computed)
+            found = text.get(key, default)
+            if key == "enable_moe_block" and found is False:
+                raise UnsupportedError(
+                    f"{file}: '{key}' is False; only True is computed. mlx-lm runs it, a dense "
+                    "model."
+                )
+            only(file, key, found, computed)
         if text.get("use_bidirectional_attention") != "vision":  # of images alone
             only(file, "use_bidirectional_attention", text.get("use_bidirectional_attention"), None)
         overrides = _overrides(text, file)

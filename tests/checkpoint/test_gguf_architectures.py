@@ -515,6 +515,22 @@ def test_metadata_that_is_not_read_is_one_line(files, monkeypatch, name, key, va
     refused(files[name], kind, words)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mytool.recipe", "I-Mini"),
+        ("jang.bits", [2, 4, 8]),
+        ("llama.block_count", 7),
+        ("unsloth.dynamic.version", 2.0),
+        ("alone", True),
+    ],
+)
+def test_keys_of_other_programs_change_nothing(files, monkeypatch, key, value):
+    expected = logits(files["qwen3_moe_top2"], TOKENS % 100)
+    carry(monkeypatch, {key: value, **ours.gguf_metadata(files["qwen3_moe_top2"])})
+    assert np.array_equal(logits(files["qwen3_moe_top2"], TOKENS % 100), expected)
+
+
 WRONG = [2_000_000_000, "text", [1], [], None, True, -1, 0, 1, 2, 1.5, float("nan"), {"a": 1}]
 
 

@@ -195,8 +195,11 @@ def test_tagged_floats(tmp_path):
     found = read_json_object(file)
     assert repr(found) == repr({name: [value] for name, value in TAGS.items()})
     assert tagged(found) == json.loads(file.read_text())
+    for text, value in {"1e-6": 1e-6, "10000": 1e4, "-0.5": -0.5, "inf": float("inf")}.items():
+        file.write_text(json.dumps({"x": {"y": {"__float__": text}}}))
+        assert read_json_object(file) == {"x": {"y": value}}
     for other in (
-        {"__float__": "1"},
+        {"__float__": "one"},
         {"__float__": 1},
         {"__float__": []},
         {"__float__": "NaN", "a": 1},
@@ -234,6 +237,19 @@ def test_a_config_with_tagged_floats_is_written_as_it_was(tmp_path):
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="'rms_norm_eps' is nan, expected float"):
         load_model(model)
+
+
+def test_a_config_whose_floats_are_all_tagged_gives_the_same_logits(tmp_path):
+    model = shutil.copytree(GOLDEN / "qwen3_moe_yarn4", tmp_path / "model")
+
+    def tag(value):
+        if isinstance(value, dict):
+            return {key: tag(one) for key, one in value.items()}
+        return {"__float__": repr(value)} if isinstance(value, float) else value
+
+    (model / "config.json").write_text(json.dumps(tag(config_of("qwen3_moe_yarn4"))))
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(load_model(model)(tokens), load_model(GOLDEN / "qwen3_moe_yarn4")(tokens))
 
 
 def test_joyai_is_deepseek_v3(tmp_path):

@@ -18,9 +18,11 @@ two and global scales are decoded where they are read; the others have MLX's byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, cast
 
 from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, GlobalScaleRef, ScaledRef
@@ -43,7 +45,9 @@ _REFUSED = dict.fromkeys(
 ) | {
     "qweight": "AWQ or GPTQ",
     "pre_quant_scale": "AWQ (NVFP4_AWQ or W4A8_AWQ of ModelOpt)",
+    "tq_packed": "JANGTQ (of jang_tools, which vMLX runs)",
 }
+_OF_ADAPTER = re.compile(r"\.lora_[abAB](\.|$)")
 # q of 4 bits stands for q - 8.
 INT4_ZERO = 8
 # Format of compressed-tensors -> what its groups must say of weights.
@@ -76,14 +80,10 @@ def in_our_form(
     """
     if not any(_is_foreign(name, ref) for name, ref in tensors.items()):
         return tensors
+    refuse_undecoded(tensors)
     ours: dict[str, Ref] = {}
     for name, ref in tensors.items():
         base, _, leaf = name.rpartition(".")
-        if leaf in _REFUSED:
-            raise UnsupportedError(
-                f"{ref.file}: '{name}' belongs to {_REFUSED[leaf]}, which is not decoded; use a "
-                "checkpoint in bf16, in FP8, in NVFP4 or one quantised by mlx-lm."
-            )
         if leaf in _OF_INPUTS:
             continue
         if name.endswith("_scale_inv"):
@@ -106,6 +106,32 @@ def in_our_form(
             ours[name] = ref
     # Readers ask for what both kinds of reference have.
     return cast("dict[str, TensorRef]", ours)
+
+
+def refuse_adapter(place: Path | str, names: Collection[str]) -> None:
+    """Raise CheckpointError if the files of a place without config.json are an adapter's."""
+    if "adapter_config.json" in names:
+        raise CheckpointError(
+            f"{place} holds an adapter (adapter_config.json) and no model; merge it into its base"
+            " model with mlx_lm.fuse, or pass the base model."
+        )
+
+
+def refuse_undecoded(tensors: Mapping[str, TensorRef]) -> None:
+    """Raise UnsupportedError, which names the method, for tensors of one that is not decoded, and
+    CheckpointError for those of an adapter."""
+    for name, ref in tensors.items():
+        leaf = name.rpartition(".")[2]
+        if leaf in _REFUSED:
+            raise UnsupportedError(
+                f"{ref.file}: '{name}' belongs to {_REFUSED[leaf]}, which is not decoded here; use "
+                "a checkpoint in bf16, in FP8, in NVFP4 or one quantised by mlx-lm."
+            )
+        if _OF_ADAPTER.search(name):
+            raise CheckpointError(
+                f"{ref.file}: '{name}' belongs to an adapter, which is no model; merge it into its "
+                "base model with mlx_lm.fuse, or pass the base model."
+            )
 
 
 def _is_foreign(name: str, ref: TensorRef) -> bool:

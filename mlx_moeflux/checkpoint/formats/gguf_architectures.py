@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.formats.gguf_header import Header, shown
+from mlx_moeflux.checkpoint.formats.gguf_header import Header
 from mlx_moeflux.checkpoint.formats.gguf_metadata import (
     SIGMOID,
     SOFTMAX,
@@ -42,6 +42,7 @@ from mlx_moeflux.checkpoint.formats.gguf_metadata import (
     turned_part,
 )
 from mlx_moeflux.checkpoint.names import PROJECTIONS
+from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import UnsupportedError
 
 Ranges = list[tuple[int, int]]
@@ -578,6 +579,6 @@ def architecture_of(file: Path | str, name: Any) -> Architecture:
     if found is None:
         raise UnsupportedError(
             f"{file}: the architecture is {shown(name)}; of GGUF are read "
-            f"{', '.join(ARCHITECTURES)}."
+            f"{', '.join(ARCHITECTURES)}; llama.cpp runs others."
         )
     return found

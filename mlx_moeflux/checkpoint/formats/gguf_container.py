@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockType
-from mlx_moeflux.checkpoint.files import opened, unreadable
+from mlx_moeflux.checkpoint.files import LFS_POINTER, opened, refuse_pointer, unreadable
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -108,7 +108,9 @@ class _Header:
 
     def container(self) -> Container:
         """Read all of it; see :func:`read_container`."""
-        if self._bytes(4) != MAGIC:
+        if (start := self._bytes(4)) != MAGIC:
+            rest = self._bytes(min(self._size, len(LFS_POINTER)) - len(start))
+            refuse_pointer(start + rest, self._file)
             raise CheckpointError(f"{self._file} is no GGUF file; download it again.")
         version = self._number("I")
         if version not in VERSIONS:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from mlx_moeflux.checkpoint.config import WAY_OUT, says_nothing
+from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 REQUIRED = object()
 """Default of a key that must be there."""
-# First parts of keys that say nothing of what is computed: the reader's own, provenance, tokenizer,
-# shards.
-GROUPS = ("GGUF", "general", "tokenizer", "split", "quantize", "mradermacher")
+# First parts of keys by which a fork of llama.cpp computes: PrismML's turns activations.
+FORKS = ("prism",)
 
 
 class Header:
@@ -95,11 +95,13 @@ class Header:
         return found
 
     def check_known(self) -> None:
-        """Raise UnsupportedError for keys that nothing read, unless their values say nothing."""
+        """Raise UnsupportedError for keys of the architecture, or of a fork, that nothing read,
+        unless their values say nothing. Keys of other groups change nothing: llama.cpp computes by
+        none."""
         unknown = []
         for name, value in self._metadata.items():
             group, _, key = name.partition(".")
-            known = key in self.read if group == self.architecture else group in GROUPS
+            known = key in self.read if group == self.architecture else group not in FORKS
             if not known and not says_nothing(value):
                 unknown.append(f"'{name}' ({shown(value)})")
         if unknown:
@@ -115,12 +117,6 @@ class Header:
     def wrong(self, key: str, value: Any, expected: str) -> ConfigError:
         """Return the error of a value of another type."""
         return ConfigError(f"{self.file}: {self.name(key)} is {shown(value)}; expected {expected}.")
-
-
-def shown(value: Any) -> str:
-    """Return a value as messages show it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def shortest(value: float) -> float:
