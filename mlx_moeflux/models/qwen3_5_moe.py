@@ -227,7 +227,7 @@ class Model(DecoderModel):
 
     @classmethod
     def mlx_lm_interval(cls, config: Config) -> int:
-        """Return by which number of layers one has attention in the config that mlx-lm reads."""
+        """Return the ``full_attention_interval`` of the config that mlx-lm reads."""
         return config.full_attention_interval
 
     @classmethod

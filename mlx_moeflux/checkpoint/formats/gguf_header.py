@@ -14,7 +14,7 @@ from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 REQUIRED = object()
 """Default of a key that must be there."""
-# First parts of keys by which a fork of llama.cpp computes: PrismML's turns activations.
+# First parts of keys that a fork of llama.cpp reads: PrismML's turns activations.
 FORKS = ("prism",)
 
 
