@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import warnings
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,8 +127,9 @@ def convert(
     )
     lacking = conversion.kind.lacking_in_mlx_lm(conversion.config)
     if layout != "packed" and lacking is not None:
-        line = f"{out}: mlx-lm has no {lacking}; only mlx_moeflux loads this directory."
-        warnings.warn(line, stacklevel=2)
+        sys.stderr.write(
+            f"{out}: mlx-lm has no {lacking}; only mlx_moeflux loads this directory.\n"
+        )
     identity = conversion.identity()
     with claim(out, identity, needed=conversion.total_bytes):
         write(conversion, out, identity, counted(progress, conversion.total_bytes))

@@ -150,7 +150,7 @@ class DecoderModel(StreamingModel):
     def lacking_in_mlx_lm(cls, config: Any) -> str | None:
         """Return in words what of a model of `config` mlx-lm has not; None: it loads the model."""
         tied = config.tie_word_embeddings and not cls.TIED_IN_MLX_LM
-        return f"a head that is the embedding in {cls.MODEL_TYPE!r}" if tied else None
+        return f"head that is the embedding in {cls.MODEL_TYPE!r}" if tied else None
 
     @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:

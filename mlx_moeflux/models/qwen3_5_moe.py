@@ -227,8 +227,18 @@ class Model(DecoderModel):
 
     @classmethod
     def mlx_lm_interval(cls, config: Config) -> int:
-        """Return the ``full_attention_interval`` of the config that mlx-lm reads."""
-        return config.full_attention_interval
+        """Return the ``full_attention_interval`` of the config that mlx-lm reads, which knows no
+        list of layers."""
+        full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
+        return full[0] + 1 if full else config.num_hidden_layers + 1
+
+    @classmethod
+    def mlx_lm_config(cls, config: Config, raw: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_config`."""
+        found = super().mlx_lm_config(config, raw)
+        text, interval = found.get("text_config"), cls.mlx_lm_interval(config)
+        (text if isinstance(text, dict) else found)["full_attention_interval"] = interval
+        return found
 
     @classmethod
     def lacking_in_mlx_lm(cls, config: Config) -> str | None:
@@ -237,7 +247,7 @@ class Model(DecoderModel):
         regular = replace(config, layer_types=(), full_attention_interval=interval)
         if all(config.is_linear(i) == regular.is_linear(i) for i in range(len(config.layer_types))):
             return super().lacking_in_mlx_lm(config)
-        return "'layer_types' other than 'full_attention_interval' makes them"
+        return "'layer_types' that no 'full_attention_interval' makes"
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -82,12 +82,6 @@ class Model(qwen3_5_moe.Model):
         return keys | {"full_attention_interval": cls.mlx_lm_interval(config)}
 
     @classmethod
-    def mlx_lm_interval(cls, config: Config) -> int:
-        """See :meth:`qwen3_5_moe.Model.mlx_lm_interval`; config.json need not have it."""
-        full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
-        return full[0] + 1 if full else config.num_hidden_layers + 1
-
-    @classmethod
     def mlx_lm_name(cls, name: str) -> str:
         """See :meth:`DecoderModel.mlx_lm_name`.
 
