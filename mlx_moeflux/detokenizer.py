@@ -1,4 +1,5 @@
-"""Streaming decoders: ids one at a time to whole characters, held back before stop strings.
+"""Decoders of ids, and streaming ones: ids one at a time to whole characters, held back before stop
+strings.
 
 A detokenizer's :meth:`add` returns the text that is complete and :meth:`finish` the rest; together
 they equal ``tokenizer.decode(all ids)``. Both kinds take time linear in the number of tokens.
@@ -9,9 +10,158 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_moeflux.errors import UnsupportedError
 
 REPLACEMENT = "\ufffd"
+SPACE = "\u2581"  # as sentencepiece spells it
+MOST_STEPS = 16
+_NO_BYTE = re.compile("[\udc80-\udcff]")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Decoder:
+    """Decoder of ids as a tokenizer.json describes it; it takes time linear in its tokens' lengths.
+
+    steps: Components of the library's `decoder`, in their order. token_of: Id -> token as the
+    vocabulary spells it, or None for an id without one.
+
+    Raises:
+        UnsupportedError: A component is not known here.
+    """
+
+    def __init__(self, steps: Sequence[dict[str, Any]], token_of: Callable[[int], str | None]):
+        if len(steps) > MOST_STEPS:
+            raise UnsupportedError(f"its decoder has {len(steps)} steps; {MOST_STEPS} are known")
+        self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
+        self._bytes = _Table(spelled, token_of, b"")
+        known = [_step(step) for step in steps] or [lambda tokens: [" ".join(tokens)]]
+        # What is done to each token alone is done once, for the table.
+        alone = next((i for i, s in enumerate(steps) if s["type"] != "Replace"), len(steps))
+        self._tokens = _Table(lambda token: _after(known[:alone], [token])[0], token_of, None)
+        self._steps = known[alone:]
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; one without a token gives nothing."""
+        if self.byte_level:
+            return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
+        tokens = [token for token in map(self._tokens.__getitem__, ids) if token is not None]
+        return "".join(_after(self._steps, tokens))
+
+
+class _Table(dict[int, Any]):
+    """Id -> form of its token, made when first asked for; `nothing` for an id without one."""
+
+    def __init__(
+        self, form: Callable[[str], Any], token_of: Callable[[int], str | None], nothing: Any
+    ):
+        super().__init__()
+        self._form, self._token_of, self._nothing = form, token_of, nothing
+
+    def __missing__(self, i: int) -> Any:
+        token = self._token_of(i)
+        if token is None:  # not kept: there are as many as numbers
+            return self._nothing
+        form = self[i] = self._form(token)
+        return form
+
+
+_Step = Callable[[list[str]], list[str]]
+
+
+def _after(steps: Sequence[_Step], tokens: list[str]) -> list[str]:
+    for step in steps:
+        tokens = step(tokens)
+    return tokens
+
+
+def _step(step: dict[str, Any]) -> _Step:
+    """Return a component of a decoder as a function of the tokens that those before it left.
+
+    Source: the decoders of the `tokenizers` library 0.23.3, and of `sentencepiece` 0.2.1.
+    """
+    kind = step["type"]
+    if kind == "ByteLevel":
+        return lambda tokens: [b"".join(map(spelled, tokens)).decode("utf-8", "replace")]
+    if kind == "Fuse":
+        return lambda tokens: ["".join(tokens)]
+    if kind == "ByteFallback":
+        return _join_bytes
+    if kind == "Strip":
+        return _strip(step["content"], step["start"], step["stop"])
+    if kind == "Metaspace":
+        return _metaspace(step["replacement"], step["prepend_scheme"] != "never")
+    if kind == "Replace":
+        old, new = step["pattern"].get("String", ""), step["content"]
+        # A longer one could be repeated until a token fills the memory.
+        if 0 < len(old) >= len(new):
+            return lambda tokens: [token.replace(old, new) for token in tokens]
+    if kind == "SentencePiece":
+        return _sentence(step["prefixed"], step["trimmed"])
+    raise UnsupportedError(f"its decoder has a {kind} that is not known here")
+
+
+def _strip(edge: str, start: int, stop: int) -> _Step:
+    def cut(token: str) -> str:
+        head = min(start, len(token) - len(token.lstrip(edge)))
+        tail = min(stop, len(token) - len(token.rstrip(edge)))
+        return token[head : max(head, len(token) - tail)]
+
+    return lambda tokens: [cut(token) for token in tokens]
+
+
+def _metaspace(sign: str, prepended: bool) -> _Step:
+    def decode(tokens: list[str]) -> list[str]:
+        first = [token.replace(sign, "" if prepended else " ") for token in tokens[:1]]
+        return [*first, *(token.replace(sign, " ") for token in tokens[1:])]
+
+    return decode
+
+
+def _sentence(prefixed: bool, trimmed: bool) -> _Step:
+    """Of `sentencepiece`. prefixed: Whether the text's first space is none of it. trimmed: Whether
+    no space at its start is."""
+
+    def decode(tokens: list[str]) -> list[str]:
+        shown, start = [], prefixed or trimmed
+        for token in tokens:
+            cut = start and token.startswith(SPACE)
+            shown.append(token[cut:].replace(SPACE, " "))
+            start = start and not shown[-1] and not (cut and not trimmed)
+        return _join_bytes(shown, _each)
+
+    return decode
+
+
+def _whole(run: bytes) -> str:
+    """Return the text of bytes, or a replacement for each if they are none."""
+    try:
+        return run.decode()
+    except UnicodeDecodeError:
+        return REPLACEMENT * len(run)
+
+
+def _each(run: bytes) -> str:
+    """Return the text of bytes, with a replacement for each that belongs to no character."""
+    return _NO_BYTE.sub(REPLACEMENT, run.decode("utf-8", "surrogateescape"))
+
+
+def _join_bytes(tokens: list[str], text_of: Callable[[bytes], str] = _whole) -> list[str]:
+    """Return the tokens with each run of <0xNN> as its text."""
+    joined: list[str] = []
+    run = bytearray()
+    for token in tokens:
+        if len(token) == 6 and _BYTE_PIECE.fullmatch(token):
+            run.append(int(token[3:5], 16))
+            continue
+        if run:
+            joined.append(text_of(run))
+            run.clear()
+        joined.append(token)
+    if run:
+        joined.append(text_of(run))
+    return joined
 
 
 class ByteDetokenizer:

@@ -1,7 +1,7 @@
 """Tokenizers of tokenizer.json, tokenizer.model and GGUF files, and chat templates.
 
 No code from a checkpoint runs. Templates are rendered in a child process (:mod:`sandbox`), and
-tokenizers that are not known are tried there first.
+tokenizers are tried in another, which also runs those that no text bounds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from mlx_moeflux.checkpoint.formats.gguf_tokenizer import (
 from mlx_moeflux.checks import is_natural
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
-from mlx_moeflux.sandbox.requests import check_tokenizer, render
-from mlx_moeflux.tokenizer_backends import BytePairs, SentencePieces, backend_of
+from mlx_moeflux.sandbox.requests import render
+from mlx_moeflux.sandbox.tokenizers import tokenizer_of
+from mlx_moeflux.tokenizer_backends import Backend
 from mlx_moeflux.tool_declarations import as_declared
 
 # Tokens and parts of templates from which mlx-lm 0.32.2 (tokenizer_utils.py) infers thinking and
@@ -74,7 +75,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: BytePairs | SentencePieces,
+        backend: Backend,
         *,
         config: dict[str, Any],
         eos_token_ids: set[int],
@@ -139,7 +140,8 @@ class Tokenizer:
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """Return the text of ids; incomplete UTF-8 gives U+FFFD, an id without a token nothing."""
-        ids = [_id(ids)] if isinstance(ids, int | Integral) else [_id(i) for i in ids]
+        ids = [int(ids)] if isinstance(ids, int | Integral) else [*map(int, ids)]
+        _id(min(ids, default=0))
         return self._backend.decode(ids, skip_special_tokens)
 
     def __call__(
@@ -273,6 +275,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
 
     Raises:
         CheckpointError: The directory has no tokenizer, or a damaged one.
+        UnsupportedError: Its decoder is not known.
         ConfigError: No file names the end token.
     """
     path = Path(directory)
@@ -283,11 +286,11 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
     config = {} if gguf is None else tokenizer_config(metadata, gguf)
     if gguf is not None and not beside:
         content, _ = tokenizer_json(metadata, gguf)
-        backend = _backend("json", json.dumps(content).encode(), gguf)
+        backend = tokenizer_of("json", json.dumps(content).encode(), gguf)
     elif (file := directory / "tokenizer.json").exists():
-        backend = _backend("json", read_whole(file), file)
+        backend = tokenizer_of("json", read_whole(file), file)
     elif (file := directory / "tokenizer.model").exists():
-        backend = _backend("model", read_whole(file), file)
+        backend = tokenizer_of("model", read_whole(file), file)
     elif found := next((f for n in _RANKS for f in sorted(directory.glob(n))), None):
         raise CheckpointError(
             f"{found} is in tiktoken's format, which is not read here; write a tokenizer.json "
@@ -356,11 +359,6 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
     return template, tool_template
 
 
-def _backend(kind: str, content: bytes, file: Path) -> BytePairs | SentencePieces:
-    check_tokenizer(kind, content, file)
-    return backend_of(kind, content)
-
-
 def _token(config: dict[str, Any], name: str, place: str) -> str | None:
     """Return a special token of tokenizer_config.json: a text, or a dict with one."""
     found = config.get(name)
@@ -371,6 +369,7 @@ def _token(config: dict[str, Any], name: str, place: str) -> str | None:
 
 
 def _id(token: Any) -> int:
-    if int(token) < 0:
-        raise InputError(f"token id {int(token)} is negative; ids count from 0.")
-    return int(token)
+    token = int(token)
+    if token < 0:
+        raise InputError(f"token id {token} is negative; ids count from 0.")
+    return token

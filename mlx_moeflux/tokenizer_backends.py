@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol
 
+from mlx_moeflux.detokenizer import SPACE, Decoder
 from mlx_moeflux.errors import InputError
 
 # Kind of a tokenizer -> library that reads it.
@@ -15,24 +18,53 @@ TRIALS = (
     "".join(map(chr, range(32, 127))), "aA 1." * 400, "\r\n \t" * 100,
 )  # fmt: skip
 
+# Characters of a token. It is written as often as its id comes.
+MOST_TOKEN = 4096
 
 # Characters from which a text is encoded as a batch of one, which lets other threads run; a text of
 # 200,000 tokens would stop them for a second. Short ones need no pool of threads.
 LONG = 1 << 14
 
 
+class Backend(Protocol):
+    """What is behind a :class:`~mlx_moeflux.tokenizer.Tokenizer`."""
+
+    @property
+    def byte_level(self) -> bool:
+        """True if tokens are spelled in GPT-2's alphabet of bytes."""
+        ...
+
+    def encode(self, text: str, special: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool) -> str: ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def token_of(self, i: int) -> str | None: ...
+
+    def vocabulary(self) -> dict[str, int]: ...
+
+    def special_ids(self) -> frozenset[int]: ...
+
+
 class BytePairs:
     """Backend of tokenizer.json, by the `tokenizers` library; raises what the library raises."""
 
     def __init__(self, content: bytes):
-        from tokenizers import Tokenizer as Backend
-        from tokenizers.decoders import ByteLevel
+        from tokenizers import Tokenizer as Library
 
-        self.backend = Backend.from_buffer(content)
+        from mlx_moeflux.tokenizer_kinds import parts
+
+        self.backend = Library.from_buffer(content)
         # Settings of training, which would cut and fill every prompt.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.byte_level = isinstance(self.backend.decoder, ByteLevel)
+        self.steps = [*parts(self.backend.decoder)]
+        self._decoder = Decoder(self.steps, self.token_of)
+
+    @property
+    def byte_level(self) -> bool:
+        return self._decoder.byte_level
 
     def encode(self, text: str, special: bool) -> list[int]:
         with _faults("text"):
@@ -41,8 +73,10 @@ class BytePairs:
             return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        with _faults("list of ids"):
-            return self.backend.decode(ids, skip_special_tokens=skip_special)
+        return decoded(self._decoder, ids, self.special_ids() if skip_special else ())
+
+    def decoded_by_library(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
         try:
@@ -53,12 +87,18 @@ class BytePairs:
     def token_of(self, i: int) -> str | None:
         return self.backend.id_to_token(i)
 
+    text_of = token_of
+
     def vocabulary(self) -> dict[str, int]:
         return self.backend.get_vocab(with_added_tokens=True)
 
-    def special_ids(self) -> set[int]:
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
         added = self.backend.get_added_tokens_decoder()
-        return {i for i, token in added.items() if token.special}
+        return frozenset(i for i, token in added.items() if token.special)
 
 
 class SentencePieces:
@@ -70,33 +110,63 @@ class SentencePieces:
         from sentencepiece import SentencePieceProcessor
 
         self.backend = SentencePieceProcessor(model_proto=content)
+        self.steps = [{"type": "SentencePiece", **self._spaces()}]
+        self._decoder = Decoder(self.steps, self.text_of)
+
+    def _spaces(self) -> dict[str, bool]:
+        """Return which spaces at a text's start are dropped: the file's own words need a reader of
+        protocol buffers."""
+        first = next((i for i in self.vocabulary().values() if self.token_of(i)[:1] == SPACE), None)
+        if first is None:
+            return {"prefixed": False, "trimmed": False}
+        alone = self.token_of(first)
+        prefixed = self.backend.decode([first]) != alone.replace(SPACE, " ")
+        space = self.id_of(SPACE)
+        twice = None if space is None else self.backend.decode([space, space])
+        return {"prefixed": prefixed, "trimmed": prefixed and twice == ""}
 
     def encode(self, text: str, special: bool) -> list[int]:
-        with _faults("text"):
-            return self.backend.encode(text, add_bos=special and self.backend.bos_id() >= 0)
+        return self.backend.encode(text, add_bos=special and self.backend.bos_id() >= 0)
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        control = self.special_ids() if skip_special else ()
-        # A model's vocabulary may be padded beyond the tokenizer's; those ids have no text.
-        size = self.backend.vocab_size()
-        with _faults("list of ids"):
-            return self.backend.decode([i for i in ids if i < size and i not in control])
+        return decoded(self._decoder, ids, self.special_ids() if skip_special else ())
+
+    def decoded_by_library(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(ids)
 
     def id_of(self, token: str) -> int | None:
-        try:
-            i = self.backend.piece_to_id(token)
-        except UnicodeEncodeError:
-            return None
+        i = self.backend.piece_to_id(token)
         return None if i == self.backend.unk_id() and token != self.token_of(i) else i
 
     def token_of(self, i: int) -> str | None:
+        # A model's vocabulary may be padded beyond the tokenizer's; those ids have no text.
         return self.backend.id_to_piece(i) if i < self.backend.vocab_size() else None
+
+    def text_of(self, i: int) -> str | None:
+        """Return what an id is decoded from: nothing for a control token."""
+        if i >= self.backend.vocab_size() or self.backend.is_control(i):
+            return None
+        return self.backend.decode([i]) if i == self.backend.unk_id() else self.token_of(i)
 
     def vocabulary(self) -> dict[str, int]:
         return {self.backend.id_to_piece(i): i for i in range(self.backend.vocab_size())}
 
-    def special_ids(self) -> set[int]:
-        return {i for i in range(self.backend.vocab_size()) if self.backend.is_control(i)}
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(i for i in range(self.backend.vocab_size()) if self.backend.is_control(i))
+
+
+def decoded(decoder: Decoder, ids: Sequence[int], skipped: frozenset[int] | tuple[()]) -> str:
+    """Return the text of ids without those to skip.
+
+    Raises:
+        InputError: An id is none that a vocabulary could have.
+    """
+    if skipped:
+        ids = [i for i in ids if i not in skipped]
+    try:
+        return decoder(ids)
+    except OverflowError as error:
+        raise InputError(f"the tokenizer fails on this list of ids: {error}.") from None
 
 
 @contextmanager
@@ -111,16 +181,40 @@ def _faults(what: str) -> Iterator[None]:
 
 
 def backend_of(kind: str, content: bytes) -> BytePairs | SentencePieces:
-    """Return the backend of the content of a file. kind: A key of LIBRARIES."""
+    """Return the backend of the content of a file. kind: A key of LIBRARIES.
+
+    Raises:
+        UnsupportedError: Its decoder is not known.
+    """
     return BytePairs(content) if kind == "json" else SentencePieces(content)
 
 
-def try_out(backend: BytePairs | SentencePieces) -> None:
-    """Call every method of a backend with short texts; raises what the library raises."""
-    for special in (True, False):
-        for text in TRIALS:
-            backend.decode(backend.encode(text, special), special)
+def facts_of(backend: BytePairs | SentencePieces) -> dict[str, Any]:
+    """Return plain values from which another process decodes as this backend does."""
     tokens = backend.vocabulary()
+    texts = {i: text for t, i in tokens.items() if (text := backend.text_of(i)) != t}
+    return {
+        "tokens": tokens,
+        "texts": [*texts.items()],
+        "special": [*backend.special_ids()],
+        "steps": backend.steps,
+    }
+
+
+def try_out(backend: BytePairs | SentencePieces) -> None:
+    """Call every method of a backend with short texts; raises what the library raises.
+
+    Raises:
+        ValueError: A token is too long, or the library decodes otherwise than is done here.
+    """
+    tokens = backend.vocabulary()
+    if (longest := max(map(len, tokens), default=0)) > MOST_TOKEN:
+        raise ValueError(f"a token has {longest} characters; {MOST_TOKEN} are the most")
+    sequences = [backend.encode(text, special) for special in (True, False) for text in TRIALS]
+    for ids in (*sequences, [*range(min(len(tokens), 1000))]):
+        if backend.decode(ids, False) != backend.decoded_by_library(ids):
+            raise ValueError("its library decodes it otherwise than is known here")
+        backend.decode(ids, True)
     for i in backend.special_ids() | {0, len(tokens)}:
         token = backend.token_of(i)
         if token is not None:

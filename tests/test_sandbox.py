@@ -27,8 +27,8 @@ from mlx_moeflux.errors import (
     UnsupportedError,
 )
 from mlx_moeflux.loading import BUNDLED_MODEL
-from mlx_moeflux.sandbox import process, requests
-from mlx_moeflux.sandbox.process import Broken, Child, child
+from mlx_moeflux.sandbox import process, tokenizers
+from mlx_moeflux.sandbox.process import Broken, Child, child, tokenizer_child
 from mlx_moeflux.sandbox.requests import check_template, render
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -231,8 +231,8 @@ def test_a_tokenizer_that_fails_is_one_line(directory, case):
 
 def test_a_tokenizer_that_does_not_end(directory, monkeypatch):
     edit(directory / "tokenizer.json", lambda c: c.update(normalizer=HUGE))
-    monkeypatch.setattr(requests, "MEGABYTE", 10**9)
-    monkeypatch.setattr(requests, "SECONDS", 0.3)
+    monkeypatch.setattr(tokenizers, "MEGABYTE", 10**9)
+    monkeypatch.setattr(tokenizers, "SECONDS", 0.3)
     with pytest.raises(CheckpointError, match=r"it did not end|ended its process"):
         load_tokenizer(directory)
 
@@ -252,7 +252,7 @@ def test_a_tokenizer_is_tried_once(directory, monkeypatch):
     def unexpected(*_, **__):
         raise Broken("it was tried again")
 
-    monkeypatch.setattr(child, "call", unexpected)
+    monkeypatch.setattr(tokenizer_child, "call", unexpected)
     load_tokenizer(directory)
     edit(directory / "tokenizer.json", lambda c: c.update(version="2.0"))
     with pytest.raises(CheckpointError, match="tried again"):

@@ -1,1 +1,2 @@
-"""A bounded child process, in which templates are rendered and unknown tokenizers tried."""
+"""Bounded child processes, in which templates are rendered and tokenizers tried; those that no text
+bounds stay there."""

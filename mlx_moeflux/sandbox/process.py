@@ -1,13 +1,14 @@
-"""The child process, and its bounds of time, memory and output.
+"""The child processes, and their bounds of time, memory and output.
 
-It starts at the first request, takes one request at a time, and ends with this process. A request
-that breaks a bound ends it; the next request starts another.
+One renders templates, the other builds and runs tokenizers. Each starts at the first request, takes one request at a time, and
+ends with this process. A request that breaks a bound ends it; the next request starts another.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import marshal
 import os
@@ -17,14 +18,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 WORKER = "mlx_moeflux.sandbox.worker"
 # Processor time of a request; the time on the clock may be twice as long.
 SECONDS = 4.0
-# Address space, the interpreter and its libraries included. macOS does not bound it.
+# Address space, the interpreter and its libraries included. macOS does not bound it: there, and
+# everywhere, this process looks at the child's size meanwhile, and ends it.
 MEMORY_BYTES = 768 << 20
+WATCH_SECONDS = 0.005
 REPLY_BYTES = 32 << 20
 START_SECONDS = 60.0
 # Of the length of a request without its content, which come before it.
@@ -77,7 +81,7 @@ class Child:
                 process = self._running()
                 for part in (request, content):
                     _write(process, part)
-                reply = _read(process, 2 * seconds, most)
+                reply = _read(process, 2 * seconds, most, memory_bytes)
             except BaseException:
                 # After an interrupt, the next reply would be that of this request.
                 self._end()
@@ -109,7 +113,7 @@ class Child:
                 )
             except OSError as error:
                 raise Broken(f"no process could be started ({error.strerror or error})") from error
-            _read(self._process, START_SECONDS, self._reply_bytes)
+            _read(self._process, START_SECONDS, self._reply_bytes, MEMORY_BYTES)
         return self._process
 
     def _end(self) -> None:
@@ -128,11 +132,14 @@ def _write(process: subprocess.Popen[bytes], request: bytes) -> None:
             left = left[os.write(process.stdin.fileno(), left) :]
 
 
-def _read(process: subprocess.Popen[bytes], seconds: float, most: int) -> dict[str, Any]:
-    """Return the next reply: a line of JSON and, if that says so, the bytes of a text behind it.
+def _read(
+    process: subprocess.Popen[bytes], seconds: float, most: int, memory_bytes: int
+) -> dict[str, Any]:
+    """Return the next reply: a line of JSON and, if that says so, the bytes of its value behind it.
 
     Raises:
-        Broken: It did not come in time, or is longer than `most` bytes, or the process ended.
+        Broken: It did not come in time, or is longer than `most` bytes, or the process ended, or
+            became larger than `memory_bytes`.
     """
     assert process.stdout is not None
     fd, until, data = process.stdout.fileno(), monotonic() + seconds, bytearray()
@@ -140,8 +147,13 @@ def _read(process: subprocess.Popen[bytes], seconds: float, most: int) -> dict[s
     ready.register(fd, select.POLLIN)
     end, reply, needed = -1, {}, 1
     while len(data) < needed:
-        if not ready.poll(max(until - monotonic(), 0) * 1000):
-            raise Broken(f"it did not end within {seconds:g} s")
+        left = until - monotonic()
+        if not ready.poll(max(min(left, WATCH_SECONDS), 0) * 1000):
+            if left <= 0:
+                raise Broken(f"it did not end within {seconds:g} s")
+            if size_of(process.pid) > memory_bytes:
+                raise Broken(f"it takes more than {memory_bytes >> 20} MiB of memory")
+            continue
         piece = os.read(fd, 1 << 20)
         if not piece:
             raise Broken(_ending(process))
@@ -152,10 +164,37 @@ def _read(process: subprocess.Popen[bytes], seconds: float, most: int) -> dict[s
             end, needed = data.find(b"\n"), len(data) + 1
             if end >= 0:
                 reply = json.loads(data[:end])
-                needed = end + 1 + reply.get("text", 0)
-    if "text" in reply:
-        reply["value"] = data[end + 1 :].decode("utf-8", "surrogatepass")
+                needed = end + 1 + reply.get("bytes", 0)
+    if "bytes" in reply:
+        value = bytes(memoryview(data)[end + 1 :])
+        reply["value"] = value.decode("utf-8", "surrogatepass") if reply["text"] else value
     return reply
+
+
+class _Usage(ctypes.Structure):
+    """`struct rusage_info_v0` of macOS's <sys/resource.h>."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_uint8 * 16),
+        *((name, ctypes.c_uint64) for name in (
+            "user_time", "system_time", "pkg_idle_wkups", "interrupt_wkups", "pageins",
+            "wired_size", "resident_size", "phys_footprint", "start", "exit",
+        )),
+    )  # fmt: skip
+
+
+def size_of(pid: int) -> int:
+    """Return the bytes of memory that a process of this user takes; 0 once it has ended."""
+    if sys.platform == "darwin":
+        usage = _Usage()
+        failed = ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
+        # The footprint has what is compressed or swapped, which the resident size lacks.
+        return 0 if failed else usage.phys_footprint
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
@@ -170,12 +209,15 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 child = Child()
-atexit.register(child.close)
+tokenizer_child = Child()
+for _one in (child, tokenizer_child):
+    atexit.register(_one.close)
 
 
 def _forget() -> None:
-    """In a forked process: the child is the parent's."""
-    child.__init__()
+    """In a forked process: the children are the parent's."""
+    for one in (child, tokenizer_child):
+        one.__init__()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,21 +1,16 @@
-"""Requests to the child process: rendering a chat template, and the trial of a tokenizer."""
+"""Requests to the child process that renders chat templates."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
-from mlx_moeflux import user_cache
-from mlx_moeflux.errors import CheckpointError, InputError, UnsupportedError
-from mlx_moeflux.sandbox.process import MEMORY_BYTES, SECONDS, Broken, Refused, child
-from mlx_moeflux.tokenizer_backends import LIBRARIES
+from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.sandbox.process import Broken, Refused, child
 
 PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
 TOOL = {"name": "look", "description": "Look something up.", "parameters": PARAMETERS}
@@ -29,9 +24,6 @@ TRIAL = {
     "add_generation_prompt": True,
     **dict.fromkeys(("bos_token", "eos_token", "pad_token"), ""),
 }
-MEGABYTE = 1_000_000
-# The vocabulary of a tokenizer as hash tables, by the bytes of its file.
-MEMORY_PER_BYTE = 32
 
 
 def render(template: str, /, **variables: Any) -> str:
@@ -116,36 +108,6 @@ def check_template(template: str) -> None:
                     f"the chat template was stopped at three short messages: {error}; give another "
                     "with --chat-template."
                 ) from None
-
-
-def check_tokenizer(kind: str, content: bytes, file: Path) -> None:
-    """Build a tokenizer and try it once in the child, unless one with this content passed before.
-
-    kind: See :func:`~mlx_moeflux.tokenizer_backends.backend_of`. A failure is not kept: on a busy
-    machine it may be one of time.
-
-    Raises:
-        CheckpointError: It cannot be built, or fails at a short text.
-    """
-    version = importlib.import_module(LIBRARIES[kind]).__version__
-    known = hashlib.blake2b(f"{kind} {version} ".encode() + content, digest_size=20).hexdigest()
-    folder = user_cache.private("tokenizers")
-    if folder is not None and (folder / known).exists():
-        return
-    try:
-        child.call(
-            "tokenizer",
-            {"kind": kind},
-            content,
-            seconds=SECONDS + len(content) / MEGABYTE,
-            memory_bytes=MEMORY_BYTES + MEMORY_PER_BYTE * len(content),
-        )
-    except (Refused, Broken) as error:
-        reason = str(error).rstrip(".")
-        raise CheckpointError(f"{file} is not a tokenizer ({reason}); fetch it again.") from None
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            user_cache.write(folder / known, b"")
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,5 @@
 """The child process: reads requests from standard input and writes a line of JSON for each, and
-behind it the bytes of a text."""
+behind it the bytes of its value."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import os
 import resource
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.sandbox.process import HEAD_BYTES
 from mlx_moeflux.sandbox.template import compiled, names, rendered
-from mlx_moeflux.tokenizer_backends import backend_of, try_out
+from mlx_moeflux.tokenizer_backends import (
+    BytePairs,
+    SentencePieces,
+    backend_of,
+    facts_of,
+    try_out,
+)
 
 MOST_REASON = 1000  # characters
 MOST_WORD = 100
@@ -33,11 +41,41 @@ def _compile(content: bytes, most: int, *, template: str) -> None:
     compiled(template)
 
 
-def _tokenizer(content: bytes, most: int, *, kind: str) -> None:
-    try_out(backend_of(kind, content))
+_held: dict[str, BytePairs | SentencePieces] = {}
+"""The last tokenizer that stays in this process, by its key."""
 
 
-JOBS = {"render": _render, "compile": _compile, "names": _names, "tokenizer": _tokenizer}
+def _tokenizer(content: bytes, most: int, *, kind: str, key: str) -> dict[str, Any]:
+    """Build and try a tokenizer; keep it, and return its facts, unless the parent may run it."""
+    _held.clear()
+    try:
+        backend = backend_of(kind, content)
+    except UnsupportedError as error:
+        return {"unsupported": str(error)}
+    try_out(backend)
+    if isinstance(backend, BytePairs):
+        from mlx_moeflux.tokenizer_kinds import runs_here
+
+        if runs_here(backend.backend):
+            return {"here": True}
+    _held[key] = backend
+    return {"here": False, **facts_of(backend)}
+
+
+def _encode(content: bytes, most: int, *, key: str, special: bool) -> bytes | None:
+    """Return ids as 32-bit numbers; None if the tokenizer is not here."""
+    if key not in _held:
+        return None
+    return array("I", _held[key].encode(content.decode(), special)).tobytes()
+
+
+JOBS = {
+    "render": _render,
+    "compile": _compile,
+    "names": _names,
+    "tokenizer": _tokenizer,
+    "encode": _encode,
+}
 
 
 @contextlib.contextmanager
@@ -83,11 +121,13 @@ def _answer(head: dict[str, Any], content: bytes) -> bytes:
 
 
 def _written(value: Any) -> bytes:
-    """A text stands as it is behind its length: JSON would be read for half a second."""
-    if isinstance(value, str):
-        text = value.encode("utf-8", "surrogatepass")
-        return _line({"text": len(text)}) + text
-    return _line({"value": value})
+    """A text, or bytes, stand as they are behind their length: JSON would be read for half a
+    second."""
+    if not isinstance(value, str | bytes):
+        return _line({"value": value})
+    text = isinstance(value, str)
+    content = value.encode("utf-8", "surrogatepass") if text else value
+    return _line({"bytes": len(content), "text": text}) + content
 
 
 def _line(head: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 from mlx_moeflux.checkpoint.formats.gguf_container import MOST_VALUES
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
+from mlx_moeflux.tokenizer_patterns import CL100K, DEEPSEEK, GPT2, KIMI, O200K, QWEN2, QWEN35
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # token types
 
@@ -37,39 +38,18 @@ class Cut:
     bos: bool = False
 
 
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BLANK = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _SHORT + "?|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _SHORT + "?"
-)
-_NO_HAN = _CASED.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANK
-_O200K = _CASED + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _BLANK
-_QWEN2 = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANK
-_QWEN35 = _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _BLANK
-_KIMI = r"[\p{Han}]+|" + _NO_HAN + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANK
-_DEEPSEEK = (
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*" + _BLANK,
-)
-
 CUTS = {
-    "qwen2": Cut((_QWEN2,), form="NFC"),
-    "qwen35": Cut((_QWEN35,), form="NFC"),
-    "deepseek-v3": Cut(_DEEPSEEK),
-    "joyai-llm": Cut(_DEEPSEEK),
-    "glm4": Cut((_CL100K,), whole=True),
-    "chatglm-bpe": Cut((_CL100K,), whole=True),
-    "kimi-k2": Cut((_KIMI,), whole=True),
-    "gpt-4o": Cut((_O200K,), whole=True),
-    "minimax-m2": Cut((_O200K,)),
-    "llama-bpe": Cut((_CL100K,), whole=True, bos=True),
-    "gpt-2": Cut((_GPT2,)),
+    "qwen2": Cut((QWEN2,), form="NFC"),
+    "qwen35": Cut((QWEN35,), form="NFC"),
+    "deepseek-v3": Cut(DEEPSEEK),
+    "joyai-llm": Cut(DEEPSEEK),
+    "glm4": Cut((CL100K,), whole=True),
+    "chatglm-bpe": Cut((CL100K,), whole=True),
+    "kimi-k2": Cut((KIMI,), whole=True),
+    "gpt-4o": Cut((O200K,), whole=True),
+    "minimax-m2": Cut((O200K,)),
+    "llama-bpe": Cut((CL100K,), whole=True, bos=True),
+    "gpt-2": Cut((GPT2,)),
 }
 """By `tokenizer.ggml.pre`."""
 
