@@ -156,11 +156,11 @@ def _join_bytes(tokens: list[str], text_of: Callable[[bytes], str] = _whole) -> 
             run.append(int(token[3:5], 16))
             continue
         if run:
-            joined.append(text_of(run))
+            joined.append(text_of(bytes(run)))
             run.clear()
         joined.append(token)
     if run:
-        joined.append(text_of(run))
+        joined.append(text_of(bytes(run)))
     return joined
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, Protocol
 
 from mlx_moeflux.detokenizer import SPACE, Decoder
@@ -61,6 +60,8 @@ class BytePairs:
         self.backend.no_padding()
         self.steps = [*parts(self.backend.decoder)]
         self._decoder = Decoder(self.steps, self.token_of)
+        added = self.backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
 
     @property
     def byte_level(self) -> bool:
@@ -95,11 +96,6 @@ class BytePairs:
     def special_ids(self) -> frozenset[int]:
         return self._special
 
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(i for i, token in added.items() if token.special)
-
 
 class SentencePieces:
     """Backend of tokenizer.model, by the `sentencepiece` library; raises what it raises."""
@@ -116,11 +112,11 @@ class SentencePieces:
     def _spaces(self) -> dict[str, bool]:
         """Return which spaces at a text's start are dropped: the file's own words need a reader of
         protocol buffers."""
-        first = next((i for i in self.vocabulary().values() if self.token_of(i)[:1] == SPACE), None)
+        spaced = ((i, t) for t, i in self.vocabulary().items() if t.startswith(SPACE))
+        first, token = next(spaced, (None, ""))
         if first is None:
             return {"prefixed": False, "trimmed": False}
-        alone = self.token_of(first)
-        prefixed = self.backend.decode([first]) != alone.replace(SPACE, " ")
+        prefixed = self.backend.decode([first]) != token.replace(SPACE, " ")
         space = self.id_of(SPACE)
         twice = None if space is None else self.backend.decode([space, space])
         return {"prefixed": prefixed, "trimmed": prefixed and twice == ""}
@@ -143,9 +139,10 @@ class SentencePieces:
         return self.backend.id_to_piece(i) if i < self.backend.vocab_size() else None
 
     def text_of(self, i: int) -> str | None:
-        """Return what an id is decoded from: nothing for a control token."""
-        if i >= self.backend.vocab_size() or self.backend.is_control(i):
-            return None
+        """Return what an id is decoded from: of a control token no text, which ends a run of
+        bytes."""
+        if i < self.backend.vocab_size() and self.backend.is_control(i):
+            return ""
         return self.backend.decode([i]) if i == self.backend.unk_id() else self.token_of(i)
 
     def vocabulary(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Which tokenizers run in this process: of components whose output and time are bounded by the text.
+"""Which tokenizers run in this process: of components whose output and time a text bounds.
 
 All others run in a child process (:mod:`sandbox`).
 
@@ -71,10 +71,12 @@ def runs_here(backend: Tokenizer) -> bool:
 
 
 def _is_bounded(components: list[dict[str, Any]]) -> bool:
-    counts = Counter(component["type"] for component in components)
-    return len(components) <= MOST_COMPONENTS and all(
-        kind in BOUNDED and (count == 1 or kind in _REPEATABLE) for kind, count in counts.items()
-    ) and all(BOUNDED[component["type"]](component) for component in components)
+    if len(components) > MOST_COMPONENTS:
+        return False
+    once = Counter(c["type"] for c in components if c["type"] not in _REPEATABLE)
+    return max(once.values(), default=1) == 1 and all(
+        c["type"] in BOUNDED and BOUNDED[c["type"]](c) for c in components
+    )
 
 
 def _has_bounded_model(model: models.Model) -> bool:

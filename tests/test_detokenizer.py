@@ -1,19 +1,26 @@
-"""Oracle: decoding all ids in one call; no piece may depend on later ids."""
+"""Oracles: decoding all ids in one call, and by the libraries; no piece may depend on later ids."""
 
 from __future__ import annotations
 
+import json
 import time
+from itertools import product
 
 import numpy as np
 import pytest
 import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
+from mlx_moeflux.detokenizer import Decoder, PieceDetokenizer, StopText
+from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
+from mlx_moeflux.tokenizer_backends import SentencePieces
+from mlx_moeflux.tokenizer_kinds import parts
 
 TEXT = "é 日本語 🙂"
 
@@ -151,3 +158,63 @@ def test_stop_texts_in_pieces(seed):
         shown += stop.finish("")
     first = min((text.find(s) for s in stops if s in text), default=len(text))
     assert shown == text[:first]
+
+
+STEPS = [
+    decoders.Replace("▁", " "), decoders.Replace("ab", "é"), decoders.Replace("a", ""),
+    decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0), decoders.Strip("a", 3, 0),
+    decoders.Metaspace(), decoders.Metaspace("a", "never"), decoders.Metaspace("▁", "first"),
+    decoders.ByteLevel(),
+]  # fmt: skip
+SPELLED = ["a", "▁a", "▁", " ", "ab▁", "", "Ġb", "Ã", "<s>", "日", "<0x41>", "<0xE6>", "<0x97>",
+           "<0xA5>", "<0xff>", "<0xG1>", "aaab"]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(STEPS), max_size=4), st.lists(st.sampled_from(SPELLED), max_size=9))
+def test_decoders_decode_as_the_library_does(steps, tokens):
+    whole = decoders.Sequence(steps)
+    decoder = Decoder([*parts(whole)], dict(enumerate(tokens)).get)
+    expected = whole.decode(tokens) if steps else " ".join(tokens)
+    assert decoder([*range(len(tokens)), 10**6]) == expected
+    assert decoder([*range(len(tokens))]) == expected
+
+
+def test_a_decoder_that_strips_more_than_there_is():
+    """Where the library's ends with a panic."""
+    step = json.loads(decoders.Strip(" ", 2, 5).__getstate__())
+    assert Decoder([step], {0: "   ", 1: "   a  b ", 2: ""}.get)([0, 1, 2]) == " a  b"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [decoders.CTC(), decoders.WordPiece(), decoders.BPEDecoder(), decoders.Replace("a", "aa")],
+)
+def test_decoders_that_are_not_known(step):
+    with pytest.raises(UnsupportedError, match="is not known here"):
+        Decoder([*parts(step)], {}.get)
+
+
+@pytest.mark.parametrize(("prefixed", "trimmed"), [*product((False, True), repeat=2)])
+def test_pieces_decode_as_the_library_does(tmp_path, prefixed, trimmed):
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), 4)) for _ in range(60)]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join("  ".join(random.choice(words, 8)) for _ in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(tmp_path / "tokenizer"), vocab_size=330,
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, add_dummy_prefix=prefixed,
+        remove_extra_whitespaces=trimmed, user_defined_symbols=["▁"],
+    )  # fmt: skip
+    ours = SentencePieces((tmp_path / "tokenizer.model").read_bytes())
+    size = len(ours.vocabulary())
+    frequent = [
+        *range(4),
+        ours.id_of("▁"),
+        *(ours.id_of(f"<0x{b:02X}>") for b in (65, 230, 151, 165)),
+    ]
+    for seed in range(300):
+        draw = np.random.default_rng(seed)
+        ids = draw.integers(0, size, int(draw.integers(1, 9))).tolist()
+        ids = [int(draw.choice(frequent)) if draw.random() < 0.7 else i for i in ids]
+        assert ours.decode(ids, False) == ours.decoded_by_library(ids), ids

@@ -5,6 +5,7 @@ Oracles: the bounds of the child process, and jinja2 in tests/test_tokenizer.py.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -67,6 +68,45 @@ def test_memory_of_a_template(template):
         render(template, messages=MESSAGES)
     line_of(error)
     assert works()
+
+
+def test_the_parent_ends_a_child_that_is_too_large(monkeypatch):
+    watched = Child()
+    given = {"template": ENDLESS, "variables": {}}
+    monkeypatch.setattr(process, "size_of", lambda pid: 2 << 40)
+    with pytest.raises(Broken, match="takes more than 768 MiB of memory"):
+        watched.call("render", given)
+    assert watched._process is None
+    watched.close()
+
+
+def test_the_size_of_a_process():
+    code = "import sys; x = b'x' * 50_000_000; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as large:
+        large.stdout.readline()
+        assert 50_000_000 < process.size_of(large.pid) < 200_000_000
+        large.kill()
+    assert process.size_of(large.pid) == 0
+
+
+def test_the_size_of_a_process_on_macos(monkeypatch):
+    """Its footprint is the eighth number behind 16 bytes; its resident size is another."""
+    calls = []
+
+    class System:
+        def proc_pid_rusage(self, pid, flavor, buffer):
+            calls.append((pid, flavor))
+            numbers = (ctypes.c_uint64 * 12).from_address(ctypes.addressof(buffer._obj))
+            numbers[8], numbers[9] = 7, 123_000_000
+            return 0 if pid == 5 else -1
+
+    monkeypatch.setattr(process.sys, "platform", "darwin")
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: System())
+    assert ctypes.sizeof(process._Usage) == 96
+    assert (process.size_of(5), process.size_of(6)) == (123_000_000, 0)
+    assert calls == [(5, 0), (6, 0)]
 
 
 def test_output_of_a_template():

@@ -1,7 +1,8 @@
 """The child processes, and their bounds of time, memory and output.
 
-One renders templates, the other builds and runs tokenizers. Each starts at the first request, takes one request at a time, and
-ends with this process. A request that breaks a bound ends it; the next request starts another.
+One renders templates, the other builds and runs tokenizers. Each starts at the first request, takes
+one request at a time, and ends with this process. A request that breaks a bound ends it; the next
+request starts another.
 """
 
 from __future__ import annotations

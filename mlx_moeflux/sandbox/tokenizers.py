@@ -19,14 +19,14 @@ from mlx_moeflux.tokenizer_backends import LIBRARIES, BytePairs, decoded
 
 MEGABYTE = 1_000_000
 # Processor time of a call, of each megabyte of a tokenizer's file, and of each of a text.
-SECONDS = 0.7
+SECONDS = 0.5
 FILE_SECONDS = 1.0
 TEXT_SECONDS = 4.0
 # Memory of a call, the interpreter and the library included; of each byte of a file, for the hash
 # tables of its vocabulary; and of each byte of a text.
 MEMORY_BYTES = 128 << 20
-FILE_BYTES = 32
-TEXT_BYTES = 400
+FILE_BYTES = 16
+TEXT_BYTES = 200
 
 
 class Apart:
@@ -41,7 +41,7 @@ class Apart:
         self._ids: dict[str, int] = facts["tokens"]
         self._tokens = {i: token for token, i in self._ids.items()}
         self._special = frozenset(facts["special"])
-        texts = self._tokens | {i: text for i, text in facts["texts"]}
+        texts = self._tokens | dict(facts["texts"])
         self._decoder = Decoder(facts["steps"], texts.get)
 
     @property
