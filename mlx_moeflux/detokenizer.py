@@ -37,7 +37,7 @@ class Decoder:
         self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         self._bytes = _Table(spelled, token_of, b"")
         known = [_step(step) for step in steps] or [lambda tokens: [" ".join(tokens)]]
-        # What is done to each token alone is done once, for the table.
+        # These look at one token at a time: the table keeps their result.
         alone = next((i for i, s in enumerate(steps) if s["type"] != "Replace"), len(steps))
         self._tokens = _Table(lambda token: _after(known[:alone], [token])[0], token_of, None)
         self._steps = known[alone:]
@@ -120,8 +120,10 @@ def _metaspace(sign: str, prepended: bool) -> _Step:
 
 
 def _sentence(prefixed: bool, trimmed: bool) -> _Step:
-    """Of `sentencepiece`. prefixed: Whether the text's first space is none of it. trimmed: Whether
-    no space at its start is."""
+    """Return the decoder of `sentencepiece`.
+
+    prefixed: The first token's space is dropped. trimmed: Every space at the text's start is.
+    """
 
     def decode(tokens: list[str]) -> list[str]:
         shown, start = [], prefixed or trimmed

@@ -18,7 +18,7 @@ TRIALS = (
 )  # fmt: skip
 
 # Characters of a token. It is written as often as its id comes.
-MOST_TOKEN = 4096
+MOST_TOKEN = 1024
 
 # Characters from which a text is encoded as a batch of one, which lets other threads run; a text of
 # 200,000 tokens would stop them for a second. Short ones need no pool of threads.
@@ -26,7 +26,7 @@ LONG = 1 << 14
 
 
 class Backend(Protocol):
-    """What is behind a :class:`~mlx_moeflux.tokenizer.Tokenizer`."""
+    """The library's part of a :class:`~mlx_moeflux.tokenizer.Tokenizer`."""
 
     @property
     def byte_level(self) -> bool:
@@ -187,7 +187,7 @@ def backend_of(kind: str, content: bytes) -> BytePairs | SentencePieces:
 
 
 def facts_of(backend: BytePairs | SentencePieces) -> dict[str, Any]:
-    """Return plain values from which another process decodes as this backend does."""
+    """Return a backend's tokens and decoder as plain values; another process decodes with them."""
     tokens = backend.vocabulary()
     texts = {i: text for t, i in tokens.items() if (text := backend.text_of(i)) != t}
     return {

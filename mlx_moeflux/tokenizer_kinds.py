@@ -26,7 +26,7 @@ def _always(component: dict[str, Any]) -> bool:
 
 
 def _replaces(component: dict[str, Any]) -> bool:
-    """A text by one of no more characters: any number of them in a row is bounded."""
+    """It puts no more characters than it takes: any number of them in a row is bounded."""
     return 0 < len(component["pattern"].get("String", "")) >= len(component["content"])
 
 

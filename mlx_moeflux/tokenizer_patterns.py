@@ -1,7 +1,7 @@
 """The regular expressions by which published tokenizers cut a text, as their files spell them.
 
-Their time is linear in the text, whatever it repeats. The text of an expression is a fact of a
-published file; each names the models of data/catalogue.json that have it.
+Each takes a time that is linear in the text, also where the text repeats its worst characters. A
+comment names the models of data/catalogue.json whose file has the expression.
 
 Sources: tokenizer.json of the models named (September to November 2026, as llama.cpp's
 `src/llama-vocab.cpp`, `tiktoken` and public copies quote it); Kimi's `tokenization_kimi.py`.

@@ -181,7 +181,7 @@ def test_decoders_decode_as_the_library_does(steps, tokens):
 
 
 def test_a_decoder_that_strips_more_than_there_is():
-    """Where the library's ends with a panic."""
+    """The library ends with a panic here."""
     step = json.loads(decoders.Strip(" ", 2, 5).__getstate__())
     assert Decoder([step], {0: "   ", 1: "   a  b ", 2: ""}.get)([0, 1, 2]) == " a  b"
 

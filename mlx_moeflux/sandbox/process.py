@@ -62,17 +62,19 @@ class Child:
         *,
         seconds: float = SECONDS,
         memory_bytes: int = MEMORY_BYTES,
+        reply_bytes: int | None = None,
     ) -> Any:
         """Return the value of a job of the worker.
 
-        given: Plain values. content: Bytes that the job takes besides.
+        given: Plain values. content: Bytes that the job takes besides. reply_bytes: Of the longest
+        reply, instead of the child's usual one.
 
         Raises:
             Refused, Broken: The job failed. ValueError: `given` has values of other classes, or is
             nested too deep.
         """
         head = {"job": job, "given": given, "bytes": len(content)}
-        most = self._reply_bytes
+        most = self._reply_bytes if reply_bytes is None else reply_bytes
         head |= {"seconds": seconds, "memory_bytes": memory_bytes, "reply_bytes": most}
         # Other threads wait while JSON is written: half a second for 30 MB of text.
         request = marshal.dumps(head)

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ TEXT_SECONDS = 4.0
 MEMORY_BYTES = 128 << 20
 FILE_BYTES = 16
 TEXT_BYTES = 200
+# Of the ids of a text, and of each of its bytes: four are an id's.
+REPLY_BYTES = 4 << 20
+REPLY_TEXT_BYTES = 16
 
 
 class Apart:
@@ -50,15 +54,17 @@ class Apart:
 
     def encode(self, text: str, special: bool) -> list[int]:
         written = text.encode()
-        seconds = SECONDS + TEXT_SECONDS * len(written) / MEGABYTE
-        memory = _memory(self._content) + TEXT_BYTES * len(written)
-        given = {"key": self._key, "special": special}
+        encode = partial(
+            tokenizer_child.call,
+            "encode",
+            {"key": self._key, "special": special},
+            written,
+            seconds=SECONDS + TEXT_SECONDS * len(written) / MEGABYTE,
+            memory_bytes=_memory(self._content) + TEXT_BYTES * len(written),
+            reply_bytes=REPLY_BYTES + REPLY_TEXT_BYTES * len(written),
+        )
         try:
-            while (
-                ids := tokenizer_child.call(
-                    "encode", given, written, seconds=seconds, memory_bytes=memory
-                )
-            ) is None:
+            while (ids := encode()) is None:
                 # Its process ended, or took another.
                 _build(self._kind, self._key, self._content)
         except Refused as error:
