@@ -122,7 +122,8 @@ class SentencePieces:
         return {"prefixed": prefixed, "trimmed": prefixed and twice == ""}
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return self.backend.encode(text, add_bos=special and self.backend.bos_id() >= 0)
+        with _faults("text"):
+            return self.backend.encode(text, add_bos=special and self.backend.bos_id() >= 0)
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         return decoded(self._decoder, ids, self.special_ids() if skip_special else ())

@@ -68,7 +68,7 @@ class Apart:
                 # Its process ended, or took another.
                 _build(self._kind, self._key, self._content)
         except Refused as error:
-            raise InputError(f"the tokenizer fails on this text: {error}.") from None
+            raise InputError(str(error)) from None
         except Broken as error:
             raise InputError(
                 f"the tokenizer was stopped at this text: {error}; give another text, or another "
