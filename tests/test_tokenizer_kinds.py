@@ -147,7 +147,10 @@ HOSTILE = {
         }
         for n in (5, 10, 20, 100)
     },
-    **{f"prepend {times} times": {"normalizer": sequence(*[PUT] * times)} for times in (1, 10, 50)},
+    **{
+        f"prepend {times} times": {"normalizer": sequence(*[PUT] * times)}
+        for times in (1, 10, 50, 100)
+    },
     **{
         f"prepend, then replace by {n}": {
             "normalizer": sequence(
@@ -289,10 +292,7 @@ HOSTILE = {
 
 # Not harmless at all: their trial fails, or their decoder is not known.
 REFUSED = {
-    **{
-        f"prepend {n}": {"normalizer": {"type": "Prepend", "prepend": "x" * n}}
-        for n in (10**6, 3 * 10**6)
-    },
+    **{f"prepend {n}": {"normalizer": {"type": "Prepend", "prepend": "x" * n}} for n in (10**6,)},
     **{f"replace nothing by {n}": {"normalizer": replace("", "x" * n)} for n in (1, 1000)},
     **{
         f"trial letter by {n}, {times} times": {

@@ -21,7 +21,7 @@ from mlx_moeflux.tokenizer_backends import LIBRARIES, BytePairs, decoded
 MEGABYTE = 1_000_000
 # Processor time of a call, of each megabyte of a tokenizer's file, and of each of a text.
 SECONDS = 0.5
-FILE_SECONDS = 1.0
+FILE_SECONDS = 0.5
 TEXT_SECONDS = 4.0
 # Memory of a call, the interpreter and the library included; of each byte of a file, for the hash
 # tables of its vocabulary; and of each byte of a text.
