@@ -202,7 +202,7 @@ def test_commands_let_it_sleep_if_asked(mac, monkeypatch, command):
 
 def test_every_command_that_computes_has_the_option():
     for name in cli.COMMANDS:
-        actions = cli.make_parser(name)._every_action()
+        actions = cli.make_parser(name).shown_actions()
         options = [flag for action in actions for flag in action.option_strings]
         computes = getattr(cli.command_module(name), "NEEDS_MLX", True)
         assert ("--allow-sleep" in options) == computes, name
@@ -233,6 +233,7 @@ def test_chat_rests_while_it_waits_for_a_line(mac, monkeypatch, capsys):
     assert len(mac.arguments) == 2
 
 
+@pytest.mark.slow
 def test_the_server_rests_while_it_is_idle(mac):
     code = "from mlx_moeflux.cli import main\nraise SystemExit(main(['serve', '--port', '0']))"
     command = [sys.executable, "-c", mac.code + code]

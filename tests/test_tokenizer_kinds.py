@@ -469,9 +469,8 @@ def check_refused(tmp_path, capfd, components):
 
 
 EXAMPLES = (
-    "replace by 1000, 4 times", "replace 'ü'", "prepend, then replace by 1000",
-    "replace 'и' after NFKD", "cut by expression 0, Isolated", "replace by expression 1",
-    "a template of 20000 texts", "unigram up to 500",
+    "replace by 1000, 4 times", "cut by expression 0, Isolated", "replace by expression 1",
+    "a template of 20000 texts",
 )  # fmt: skip
 
 

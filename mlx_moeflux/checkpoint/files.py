@@ -370,7 +370,7 @@ def _is_unicode(text: str) -> bool:
 # transformers' tags of floats: those that JSON cannot spell, and in some files any other.
 _TAG = "__float__"
 _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-_FLOAT = re.compile(r"-?[0-9]{1,400}(?=[.eE])(\.[0-9]{1,400})?([eE][+-]?[0-9]{1,9})?")
+_FLOAT = re.compile(r"-?[0-9]{1,400}(\.[0-9]{1,400})?([eE][+-]?[0-9]{1,9})?")
 
 
 def tagged(value: Any) -> Any:

@@ -14,12 +14,15 @@ from mlx_moeflux.errors import InputError
 # A word that gives an option ``--`` as its value.
 _NO_VALUE = re.compile(r"(--[\w-]+)=--|(-[A-Za-z])=?--")
 
+# Input of which the first would be lost.
+ONCE = ("model", "prompt")
 # So many options that begin with a word are named; of more, none.
 MOST_NAMED = 4
 
 
 class Once(argparse._StoreAction):
-    """Stores the value of an option or of a place, and refuses a second one."""
+    """Stores the value of an option or of a place; one of both, and of
+    :data:`ONCE` no second one."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         assert isinstance(parser, Parser)
@@ -30,14 +33,15 @@ class Once(argparse._StoreAction):
             option, place = (first, self) if first.option_strings else (self, first)
             name = place.metavar or place.dest
             raise InputError(f"give {name} or {option.option_strings[0]}, not both.")
-        if self in parser.stored:
+        # Of other options the last value counts: it overrides an alias of the shell.
+        if self in parser.stored and self.dest in ONCE:
             raise InputError(f"{option_string} is given twice; give it once.")
         parser.stored.append(self)
         super().__call__(parser, namespace, values, option_string)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that takes whole names of options, each once, with a value that is not empty.
+    """Parser that takes whole names of options, with values that are not empty.
 
     ``--`` as the value of an option, which argparse turns into no value, is refused. An option that
     is misspelt gets a suggestion. Words go to places wherever they stand between options.

@@ -326,12 +326,15 @@ def test_the_model_is_a_word_wherever_it_is_an_option(command, place):
     [
         (["generate", "--prompt", "a", "-p", "b"], "-p"),
         (["convert", "--model", "a", "--hf-path", "b"], "--hf-path"),
-        (["generate", "--extra-eos-token", "a", "--extra-eos-token", "b"], "--extra-eos-token"),
     ],
 )
-def test_an_option_that_would_replace_itself_is_said(arguments, flag, capsys):
+def test_input_that_would_be_replaced_is_said(arguments, flag, capsys):
     assert main(arguments) == 1
     assert capsys.readouterr().err == f"error: {flag} is given twice; give it once.\n"
+
+
+def test_the_last_value_of_a_setting_counts():
+    assert make_parser("serve").parse_args(["serve", "--port", "1", "--port", "2"]).port == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)

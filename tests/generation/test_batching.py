@@ -452,6 +452,7 @@ def test_warm_up_keeps_to_its_memory_and_its_sizes(hybrid, monkeypatch):
     assert len(batches) == 2
 
 
+@pytest.mark.slow
 def test_warm_up_holds_the_memory_of_its_states_and_frees_it(hybrid):
     def peak(count):
         gc.collect()

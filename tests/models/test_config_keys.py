@@ -195,7 +195,7 @@ def test_tagged_floats(tmp_path):
     found = read_json_object(file)
     assert repr(found) == repr({name: [value] for name, value in TAGS.items()})
     assert tagged(found) == json.loads(file.read_text())
-    for text, value in {"1e-6": 1e-6, "10000": 1e4, "-0.5": -0.5, "inf": float("inf")}.items():
+    for text, value in {"1e-6": 1e-6, "10000": 1e4, "-0.5": -0.5}.items():
         file.write_text(json.dumps({"x": {"y": {"__float__": text}}}))
         assert read_json_object(file) == {"x": {"y": value}}
     for other in (

@@ -392,7 +392,10 @@ def whole_and_cut(call):
     return results
 
 
-@pytest.mark.parametrize("name", IN_PIECES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "one part, 64")) for n in IN_PIECES],
+)
 def test_pieces_have_the_bits_of_the_whole_call(name):
     call = IN_PIECES[name]
     whole, once, cut, often = whole_and_cut(lambda: sdpa_fused(*call.arrays, **call.options))

@@ -212,8 +212,9 @@ def test_cached_prompt(home, tmp_path):
     assert text == of_cpu("generate", "--prompt", "def add(a, b): return", *arguments[3:])
 
 
-@rehearses("policies", "completion")
+@rehearses("policies", "completion", "shapes")
 def test_commands_without_a_model(home):
+    assert "qwen3.5-35b-a3b" in on_mac(home, "shapes").stdout
     assert "--eviction" in on_mac(home, "policies").stdout
     assert "complete -o" in on_mac(home, "completion", "bash").stdout
 
