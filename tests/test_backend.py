@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 # Prints what became of forked processes: case -> (exit status, what it wrote).
 FORKS = """
 import json, multiprocessing, os, signal, sys, tempfile, traceback
@@ -138,6 +140,7 @@ def test_a_process_that_is_forked_before_its_parent_computes_works(tmp_path):
     assert {status for status, _ in run(tmp_path, code).values()} == {7}
 
 
+@pytest.mark.slow
 def test_a_parent_that_computed_without_the_package_is_noticed(tmp_path):
     code = """
         import mlx.core as mx

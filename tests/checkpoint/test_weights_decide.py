@@ -326,7 +326,10 @@ ROUTERS = (
 )
 
 
-@pytest.mark.parametrize(("twin", "settings"), ROUTERS)
+@pytest.mark.parametrize(
+    ("twin", "settings"),
+    [pytest.param(*r, marks=[pytest.mark.slow] * (i > 2)) for i, r in enumerate(ROUTERS)],
+)
 def test_a_router_that_computes_in_floats_may_be_stored_quantised(tmp_path, twin, settings):
     stored, floats = copy(twin, tmp_path / "stored"), copy(twin, tmp_path / "floats")
     assert quantise(stored, ROUTER, **settings)

@@ -117,6 +117,7 @@ def test_times_of_a_trace_are_those_of_its_clock():
     assert Profile.of_trace(Trace(trace.info, trace.calls[:15])) is None  # too few
 
 
+@pytest.mark.slow
 def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
     from PIL import Image
 

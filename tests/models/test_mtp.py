@@ -250,11 +250,16 @@ def beside(case, folder, place, *, bare=False, shards=False):
     ("case", "place", "form"),
     [
         (MODULE, BESIDE[0], {}),
-        (MODULE, BESIDE[1], {"bare": True}),
-        (MODULE, BESIDE[2], {"shards": True, "bare": True}),
-        (MODULE, BESIDE[3], {}),
-        (LAYER, BESIDE[0], {"shards": True}),
         (LAYER, BESIDE[3], {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (MODULE, BESIDE[1], {"bare": True}),
+                (MODULE, BESIDE[2], {"shards": True, "bare": True}),
+                (MODULE, BESIDE[3], {}),
+                (LAYER, BESIDE[0], {"shards": True}),
+            )
+        ),
     ],
 )
 def test_a_head_in_a_file_beside_the_model_is_found(tmp_path, case, place, form):

@@ -83,7 +83,11 @@ def test_server_is_the_same_command(capsys):
 
 
 @pytest.mark.parametrize(
-    "sent", [signal.SIGHUP, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "sent",
+    [
+        signal.SIGHUP,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGINT)),
+    ],
 )
 def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
     with serving("--model", talking, "--max-tokens", "60") as (process, url):
@@ -141,6 +145,7 @@ raise SystemExit(main())
 @pytest.mark.parametrize(
     "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_signal_ends_the_warm_up(talking, sent):
     with serving("--model", talking, warm=(), program=("-c", SLOW)) as (process, url):
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -154,6 +159,7 @@ def test_a_signal_ends_the_warm_up(talking, sent):
     assert "ending: replies that run or wait: 0" in line
 
 
+@pytest.mark.slow
 def test_two_signals_end_it_at_once(talking):
     with serving("--model", talking, "--shutdown-timeout", "600") as (process, url):
         with post(url, {**BODY, "stream": True, "max_tokens": 8000}) as reply:

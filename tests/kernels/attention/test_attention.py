@@ -394,7 +394,7 @@ def whole_and_cut(call):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "one part, 64")) for n in IN_PIECES],
+    [pytest.param(n, marks=[pytest.mark.slow] * (i > 1)) for i, n in enumerate(IN_PIECES)],
 )
 def test_pieces_have_the_bits_of_the_whole_call(name):
     call = IN_PIECES[name]
@@ -404,6 +404,7 @@ def test_pieces_have_the_bits_of_the_whole_call(name):
 
 
 @pytest.mark.parametrize("kind", ["heads", "heads, two tiles", "latents"])
+@pytest.mark.slow
 def test_pieces_of_latent_attention_have_the_bits_of_the_whole_call(kind):
     if kind == "latents":
         case = latent("pieces", BF16, 2, 16, 67, 90, 64, 32, 81)

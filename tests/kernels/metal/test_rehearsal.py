@@ -213,6 +213,7 @@ def test_cached_prompt(home, tmp_path):
 
 
 @rehearses("policies", "completion", "shapes")
+@pytest.mark.slow
 def test_commands_without_a_model(home):
     assert "qwen3.5-35b-a3b" in on_mac(home, "shapes").stdout
     assert "--eviction" in on_mac(home, "policies").stdout
@@ -227,6 +228,7 @@ def test_estimates_know_the_chip(home):
 
 
 @rehearses("evaluate")
+@pytest.mark.slow
 def test_evaluate_names_what_is_not_installed(home):
     """lm-evaluation-harness is none of the tests' dependencies."""
     done = run(home, "evaluate", "--tasks", "arc_easy")
