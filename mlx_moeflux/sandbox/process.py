@@ -187,10 +187,11 @@ class _Usage(ctypes.Structure):
 
 
 def size_of(pid: int) -> int:
-    """Return the bytes of memory that a process of this user takes; 0 once it has ended."""
+    """Return the bytes of memory that a process of this user takes; 0 once it has ended, and where
+    the system does not tell: then time alone bounds it."""
     if sys.platform == "darwin":
-        usage = _Usage()
-        failed = ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
+        usage, ask = _Usage(), getattr(ctypes.CDLL(None), "proc_pid_rusage", None)
+        failed = ask is None or ask(pid, 0, ctypes.byref(usage))
         # The footprint has what is compressed or swapped, which the resident size lacks.
         return 0 if failed else usage.phys_footprint
     try:

@@ -202,6 +202,20 @@ def sysctlbyname(name: bytes, old, length, new, newlength) -> int:
     return 0
 
 
+_open = io.open  # before the kernel's files are hidden
+
+
+def proc_pid_rusage(pid: int, flavor: int, buffer) -> int:
+    """macOS's function, of the record's version 0. buffer: A reference to it."""
+    try:
+        with _open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+    except (OSError, IndexError):
+        return -1
+    buffer._obj.phys_footprint = 4096 * pages
+    return 0
+
+
 def substitute(put: Put = setattr, take: Take = delattr) -> None:
     """Become macOS's Python, with `put` for attributes and `take` for those that it lacks."""
     if sys.platform == "darwin":
@@ -256,6 +270,7 @@ def _memory(put: Put) -> None:
             if self._name is None:
                 # A function of Python has attributes, too, such as argtypes.
                 self.sysctlbyname = lambda *given: sysctlbyname(*given)
+                self.proc_pid_rusage = lambda *given: proc_pid_rusage(*given)
 
     put(ctypes, "CDLL", Library)
 
