@@ -1,4 +1,4 @@
-"""Values of loading's options: each kind is a check of type, unit and range that touches no file.
+"""Values of loading's options: each kind is a check of type, unit and range that opens no file.
 
 A check is called as ``check(name, value)`` and raises an :class:`InputError` that names both. What
 only a checkpoint can tell, such as the experts that a token has, the steps of loading check.
