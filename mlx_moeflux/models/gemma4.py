@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_moeflux.cache import BaseCache
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, geglu
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.decoder import DecoderModel
@@ -126,7 +127,8 @@ class Layer(DecoderLayer):
         self, h: mx.array, mask: mx.array | None, parts: list[tuple[int, int]]
     ) -> mx.array:
         """See :meth:`DecoderLayer.feed_forward`."""
-        return self.mlp(h, self.mlp.pre_feedforward_layernorm_2, mask) * self.layer_scalar
+        y = self.mlp(h, self.mlp.pre_feedforward_layernorm_2, mask)
+        return rounded(y * self.layer_scalar)
 
     def begin_experts(self, h: mx.array) -> Any:
         """See :meth:`DecoderLayer.begin_experts`."""
@@ -134,7 +136,7 @@ class Layer(DecoderLayer):
 
     def end_experts(self, h: mx.array, experts: mx.array, shared: tuple[mx.array, ...]) -> mx.array:
         """See :meth:`DecoderLayer.end_experts`."""
-        return self.mlp.combine(h, experts, shared) * self.layer_scalar
+        return rounded(self.mlp.combine(h, experts, shared) * self.layer_scalar)
 
     def halves(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`DecoderLayer.halves`."""
@@ -218,7 +220,7 @@ class Model(AttentionDecoder):
 
     def embed(self, tokens: Sequence[mx.array]) -> list[mx.array]:
         """See :meth:`DecoderModel.embed`."""
-        return [h * self.config.hidden_size**0.5 for h in super().embed(tokens)]
+        return [rounded(h * self.config.hidden_size**0.5) for h in super().embed(tokens)]
 
     def logits(self, h: mx.array) -> mx.array:
         """See :meth:`DecoderModel.logits`."""

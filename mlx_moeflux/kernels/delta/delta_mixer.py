@@ -64,6 +64,7 @@ from mlx_moeflux.kernels.delta.gated_delta import (
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel, float_bits
 
@@ -86,9 +87,10 @@ def causal_conv_silu(
     T, held = x.shape[1], state.shape[1]
     window = mx.concatenate([state.astype(x.dtype), x], axis=1)  # [B, held + T, D]
     starts, taps = range(0, held + 1, dilation), weight.astype(mx.float32)
-    terms = (window[:, i : i + T].astype(mx.float32) * taps[:, j] for j, i in enumerate(starts))
+    shifted = (window[:, i : i + T].astype(mx.float32) for i in starts)
+    terms = (rounded(each * taps[:, j]) for j, each in enumerate(shifted))
     total = functools.reduce(operator.add, terms)
-    y = (total * mx.sigmoid(total)).astype(x.dtype)
+    y = rounded(total * mx.sigmoid(total)).astype(x.dtype)
     if lengths is None:
         # A copy: a slice would keep the whole window's buffer alive.
         return y, mx.contiguous(window[:, T:])
@@ -113,7 +115,7 @@ def gated_rms_norm(
 ) -> mx.array:
     """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) * weight * gate(z)`` in z's dtype."""
     f, factor = x.astype(mx.float32), GATES[gate](z.astype(mx.float32))
-    normed = f * mx.rsqrt((f * f).mean(axis=-1, keepdims=True) + eps)
+    normed = f * mx.rsqrt(rounded((f * f).mean(axis=-1, keepdims=True)) + eps)
     return (normed * weight.astype(mx.float32) * factor).astype(z.dtype)
 
 

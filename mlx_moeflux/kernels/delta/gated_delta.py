@@ -40,6 +40,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
@@ -101,7 +102,7 @@ def gated_delta_recurrent(
         state = state * decay[:, t, :, None, None]
         recalled = (state * key).sum(axis=-1)  # [B, Hv, Dv]
         delta = (v[:, t] - recalled) * beta[:, t, :, None]
-        state = state + delta[..., None] * key
+        state = rounded(state) + rounded(delta[..., None] * key)
         outputs.append((state * q[:, t, :, None, :]).sum(axis=-1))
     return mx.stack(outputs, axis=1).astype(dtype), state
 

@@ -38,6 +38,7 @@ from mlx_moeflux.kernels.linear.small_batch import (
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_combine
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launch_args import filled
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_bytes, most_threads
 
@@ -90,7 +91,7 @@ def _added(
         rows = residual.reshape(experts.shape)
         return combine(rows, experts, shared=shared, score=score).reshape(residual.shape)
     if score is not None:
-        shared = shared * mx.sigmoid(score)
+        shared = rounded(shared * mx.sigmoid(score))
     return residual + shared.reshape(residual.shape)
 
 

@@ -17,6 +17,7 @@ from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
 MOST_THREADS = 512
@@ -45,7 +46,9 @@ def moe_combine(
     total = residual.astype(mx.float32) + experts
     if shared is not None:
         shared = shared.astype(mx.float32)
-        total = total + (shared if score is None else mx.sigmoid(score.astype(mx.float32)) * shared)
+        if score is not None:
+            shared = rounded(mx.sigmoid(score.astype(mx.float32)) * shared)
+        total = total + shared
     return total.astype(residual.dtype)
 
 

@@ -37,6 +37,7 @@ from mlx_moeflux.kernels.linear.matvec import (
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits, most_threads
 
 # A lane has a sum for each stream of each of its columns.
@@ -53,7 +54,7 @@ def grouped_norm(x: mx.array, weight: mx.array, *, groups: int, eps: float) -> m
     """RMS norm of each of the groups of a row, times weight ``[S C]``: x ``[..., S C]`` -> the same
     shape and dtype; computed in float32."""
     f = x.astype(mx.float32).reshape(*x.shape[:-1], groups, -1)
-    normed = (f * mx.rsqrt(f.square().mean(-1, keepdims=True) + eps)).reshape(x.shape)
+    normed = (f * mx.rsqrt(rounded(f.square().mean(-1, keepdims=True)) + eps)).reshape(x.shape)
     return (normed * weight.astype(mx.float32)).astype(x.dtype)
 
 
