@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(found: Sequence[Candidate], memory: Memory, rates: Rates) -> Iterator[str]:
     """Yield the lines of the table: of each model the least budget that works and that of ``auto``,
-    and the speeds with the worst and a typical router."""
+    and the speeds."""
     yield f"memory {format_bytes(memory.usable_bytes)} usable ({memory.what})"
     yield str(rates)
     running = [one for one in found if one.kind != TOO_LARGE]
@@ -71,8 +71,6 @@ def table(found: Sequence[Candidate], memory: Memory, rates: Rates) -> Iterator[
         yield "budget: the least --expert-memory that works, and that of auto, the default,"
         described = found[0].plan.described
         yield f"with {'nothing else open' if described else 'what is available now'}."
-    if any(one.plan.resident for one in running):
-        yield "speeds: of bytes alone; on fast memory launches make resident models slower."
     yield "'mlx_moeflux plan MODEL' shows the arithmetic; --model MODEL downloads and runs."
     yield "'hf cache ls' lists what was downloaded, 'hf cache rm model/ORG/NAME' removes."
 

@@ -19,7 +19,6 @@ from mlx_moeflux.cli.common import (
     machine_rates,
     required_model,
 )
-from mlx_moeflux.distributed.placement import parse_memory
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
 from mlx_moeflux.loading.options import LoadOptions, check_arguments
@@ -102,6 +101,6 @@ def _for_machines(args: argparse.Namespace, sizes: Sizes) -> Callable[..., Machi
         plan_machines,
         args.model,
         sizes,
-        memories=parse_memory(args.machines),
+        memories=args.machines.split(","),
         link=Link(speed, args.link_latency / 1e3),
     )

@@ -21,6 +21,9 @@ AUTO = "auto"
 RESERVE_BYTES = 10**9
 """What `auto` leaves for activations, the tokenizer and the interpreter."""
 
+WORKING_SET_SHARE = 0.9
+"""Of the working set that Metal recommends, or of what is available, what `auto` may fill."""
+
 _UNITS = {"B": 1}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -140,12 +143,14 @@ class Memory:
     """The memory of a back end before anything is loaded.
 
     usable_bytes: Bytes that `auto` may fill with trunk, experts and state. what: A description.
+    system_bytes: Bytes of the system's memory that a program and pages of files can share.
     """
 
     backend: str
     free_bytes: int
     usable_bytes: int
     what: str
+    system_bytes: int = 0
 
 
 def measure_memory() -> Memory:
@@ -157,23 +162,25 @@ def measure_memory() -> Memory:
     from mlx_moeflux.kernels.runtime import device
 
     kind = device.kind()
+    available, parts = available_memory()
     if kind == "cuda":
         info = mx.device_info(mx.gpu)
         free = int(info.get("free_memory", info.get("total_memory", 0)))
-        return Memory("cuda", free, free, "the GPU's free memory")
-    free, parts = available_memory()
+        return Memory("cuda", free, free, "the GPU's free memory", available)
     seen = ", ".join(
         f"{'less ' if nbytes < 0 else ''}{format_bytes(abs(nbytes))} {name}"
         for name, nbytes in parts.items()
     )
     what = "the available memory" + (f" ({seen})" if seen else "")
     if kind == "cpu":
-        return Memory("cpu", free, int(0.6 * free), f"0.6 of {what}")
-    most = int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
+        return Memory("cpu", available, int(0.6 * available), f"0.6 of {what}", available)
+    free, most = available, int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
     if free >= most:
         assumed = [name for name in parts if name.startswith(ASSUMED)]
         free, what = most, ", ".join(["the recommended working set", *assumed])
-    return Memory("metal", free, int(0.9 * free), f"0.9 of {what}")
+    return Memory(
+        "metal", free, int(WORKING_SET_SHARE * free), f"{WORKING_SET_SHARE} of {what}", available
+    )
 
 
 @dataclass(frozen=True)

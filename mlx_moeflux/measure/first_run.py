@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.experts.io.readers import PAGE_CACHED
+from mlx_moeflux.experts.system_memory import available_memory
 from mlx_moeflux.measure.disk import kept_speed
 from mlx_moeflux.measure.plan import Sizes, span, speeds
 from mlx_moeflux.measure.rates import chip_bandwidth, find_rates
@@ -27,13 +29,17 @@ def first_run_hint(model: Any) -> str:
     place = Path(files[0])
     if kept_speed(place) is not None:
         return ""
-    rates, plan = find_rates(place), model.plan
+    rates, plan, sizes = find_rates(place), model.plan, loaded_sizes(model)
+    # Trunk and bank are allocated already, the state is not.
+    cached = streaming.reader.name in PAGE_CACHED
+    left = available_memory()[0] - sizes.state_bytes if cached else 0
     slow, fast, _ = speeds(
-        loaded_sizes(model),
+        sizes,
         min(plan.slots.values()),
         resident=False,
         ssd_gbps=rates.ssd_gbps,
         memory_gbps=rates.memory_gbps,
+        page_cache_bytes=max(0, left),
     )
     return (
         f"expected {span(slow, fast)} tokens per second: {rates}; "

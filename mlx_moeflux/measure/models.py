@@ -17,7 +17,7 @@ RESIDENT, WELL, SLOWLY, TOO_LARGE = KINDS = (
     "streams slowly",
     "too large",
 )
-# Tokens per second; about as fast as people read. Streaming well exceeds it with any router.
+# Tokens per second; about as fast as people read.
 READING_SPEED = 5.0
 
 
@@ -83,7 +83,7 @@ def rank_models(memory: str | float | Memory, rates: Rates) -> list[Candidate]:
         )
         least = smallest_budget(sizes.blocks, sizes.experts_per_token, 0)
         found.append(Candidate(model, plan, _kind(plan), least))
-    return sorted(found, key=lambda one: (KINDS.index(one.kind), -one.plan.slow))
+    return sorted(found, key=lambda one: (KINDS.index(one.kind), -one.plan.estimate))
 
 
 def _kind(plan: ModelPlan) -> str:
@@ -91,4 +91,4 @@ def _kind(plan: ModelPlan) -> str:
         return TOO_LARGE
     if plan.resident:
         return RESIDENT
-    return WELL if plan.slow >= READING_SPEED else SLOWLY
+    return WELL if plan.estimate >= READING_SPEED else SLOWLY

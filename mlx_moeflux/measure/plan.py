@@ -3,17 +3,18 @@
 Sizes come from config.json and tensor headers alone. They are exact where the checkpoint is
 streamed as it is; with `bits`, they are what a conversion would give.
 
-The decision is that of loading. Speeds are arithmetic on assumed bandwidths, a range between the
-worst and a typical router; :mod:`mlx_moeflux.measure.tune` measures.
+The decision is that of loading. Speeds are arithmetic on bandwidths, with six constants that fit
+rates which others published of named Macs (docs/notes/estimates.md);
+:mod:`mlx_moeflux.measure.tune` measures.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from math import prod
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.experts.budget import (
+    WORKING_SET_SHARE,
     Memory,
     format_bytes,
     make_plan,
@@ -189,19 +191,27 @@ def _held(tensors: list[tuple[str, TensorRef]], bits: int | None, group: int) ->
     return total
 
 
-MEMORY_SHARE = 0.65
-"""Of a machine's memory that is described by its size: 0.9 of what Metal recommends as a working
-set, itself 0.72 of it. So much is available where nothing else is open."""
 DESCRIBED = "described"
 """The back end of :func:`described_memory`."""
 MEMORY_GBPS = 100.0
 SSD_GBPS = 3.0
-SYNC_SECONDS = (0.2e-3, 0.35e-3)
-"""What a layer that must look up its experts costs, as published for Macs."""
 
-# Hit rates of LRU banks with a share of 512 experts, 10 a token, on real text (published), and
-# the ends. A router without any preference hits by the share itself.
-_HITS = ((0.0, 0.0), (0.18, 0.435), (0.36, 0.62), (0.54, 0.72), (0.73, 0.789), (1.0, 1.0))
+LAUNCH_SECONDS = 0.13e-3
+"""What a layer costs besides its bytes: launches of kernels, and the waits between them."""
+BANDWIDTH_SHARE = 0.6
+"""The share of the memory's bandwidth at which kernels read weights."""
+SYNC_SECONDS = 0.25e-3
+"""What the host's look at a streamed layer's choices costs: published are 0.2 to 0.35 ms."""
+COPY_GBPS = 20.0
+"""GB/s at which blocks go from pages of files into slots, by several threads."""
+ROUTER_SKEW = 0.3
+"""A bank with a share of the experts hits by the share to this power; 1 is no preference."""
+SYSTEM_BYTES = 5_500_000_000
+"""What an idle macOS keeps from programs and pages of files."""
+
+SPREAD = 1.2
+"""A range is from the estimate divided by this to the estimate times this. It holds half of the
+published rates; as it is printed, its ends are at most a factor of 1.6 apart."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +220,7 @@ class ModelPlan:
 
     row_bytes: Memory for rows of the tables.
     described: The memory is that of a machine described by its size; else what is available now.
-    slow, fast: Tokens per second if every expert is as likely as another, and if the router
-    prefers some as routers do.
+    slow, fast: Tokens per second, the ends of the range around :attr:`estimate`.
     """
 
     name: str
@@ -231,6 +240,11 @@ class ModelPlan:
     row_bytes: int = 0
     described: bool = False
 
+    @property
+    def estimate(self) -> float:
+        """Tokens per second, the middle of the range; verdicts go by it."""
+        return sqrt(self.slow * self.fast)
+
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         sizes = self.sizes
@@ -246,11 +260,11 @@ class ModelPlan:
             verdict = f"does not fit: {self.why}"
         else:
             verdict = f"{'resident' if self.resident else 'streamed'}: {self.why}"
-        whole, usable = format_bytes(self.memory_bytes), format_bytes(self.usable_bytes)
+        usable = format_bytes(self.usable_bytes)
         if self.described:
-            memory = f"{whole}, of which {usable} usable with nothing else open"
+            memory = f"{in_gib(self.memory_bytes)}, of which {usable} usable with nothing else open"
         else:
-            memory = f"{whole} available now, of which {usable} usable"
+            memory = f"{format_bytes(self.memory_bytes)} available now, of which {usable} usable"
         rows = [
             ("model", f"{self.name} ({sizes.model_type})"),
             ("trunk", format_bytes(sizes.trunk_bytes)),
@@ -293,8 +307,11 @@ class ModelPlan:
 
 
 def described_memory(value: str | float) -> Memory:
-    """Return the memory of a machine that has so much, such as ``"32GB"``, and nothing else open;
+    """Return the memory of a Mac that has so much, such as ``"32GB"``, and nothing else open;
     :func:`~mlx_moeflux.experts.budget.measure_memory` returns what this machine has left.
+
+    Memory is sold in units of 1024: 32GB and 32GiB are the same, and a number counts bytes. The
+    working set that macOS recommends to a GPU is 2/3 of it up to 32 GiB and 3/4 above.
 
     Raises:
         InputError: It is no amount.
@@ -302,8 +319,13 @@ def described_memory(value: str | float) -> Memory:
     whole = parse_budget(value, 0, what="planned memory")
     if whole is None:
         raise InputError("the memory to plan for must be a number; give one such as 32GB.")
-    size = value if isinstance(value, str) else format_bytes(whole)
-    return Memory(DESCRIBED, whole, int(MEMORY_SHARE * whole), f"{MEMORY_SHARE} of {size}")
+    if isinstance(value, str) and (unit := re.search("([kmgt])b$", value.strip().lower())):
+        power = 1 + "kmgt".index(unit[1])
+        whole = whole * 1024**power // 1000**power
+    part, of = (2, 3) if whole <= 32 << 30 else (3, 4)
+    what = f"{WORKING_SET_SHARE} of the {part}/{of} of {in_gib(whole)} that macOS gives a GPU"
+    usable = int(WORKING_SET_SHARE * part * whole / of)
+    return Memory(DESCRIBED, whole, usable, what, max(0, whole - SYSTEM_BYTES))
 
 
 def plan_model(
@@ -347,7 +369,12 @@ def plan_model(
     slots = min(plan.slots.values())
     needs = sizes.trunk_bytes + row_bytes + sizes.state_bytes + plan.budget_bytes
     slow, fast, arithmetic = speeds(
-        sizes, slots, resident=plan.resident, ssd_gbps=ssd_gbps, memory_gbps=memory_gbps
+        sizes,
+        slots,
+        resident=plan.resident,
+        ssd_gbps=ssd_gbps,
+        memory_gbps=memory_gbps,
+        page_cache_bytes=max(0, memory.system_bytes - needs),
     )
     return ModelPlan(
         name=name,
@@ -371,42 +398,69 @@ def plan_model(
 
 def typical_hit_rate(share: float) -> float:
     """Return the hit rate of a bank of `share` of the experts, with routers like published ones."""
-    for (low, first), (high, then) in pairwise(_HITS):
-        if share <= high:
-            return first + (then - first) * (share - low) / (high - low)
-    return 1.0
+    return share**ROUTER_SKEW
+
+
+def fetch_seconds(nbytes: float, held: float, kept: float, ssd_gbps: float) -> tuple[float, float]:
+    """Return the seconds to read what is missing of `nbytes` of experts from the disk, and those to
+    copy it into slots. held: Share of the experts in the bank. kept: In the bank or in pages of
+    files.
+    """
+    read, copied = ((1 - typical_hit_rate(share)) * nbytes for share in (kept, held))
+    return read / (1e9 * ssd_gbps), copied / (1e9 * COPY_GBPS)
+
+
+def range_around(seconds: float) -> tuple[float, float]:
+    """Return the tokens per second of a token in about so many seconds, as a range."""
+    return 1 / (SPREAD * seconds), SPREAD / seconds
 
 
 def speeds(
-    sizes: Sizes, slots: int, *, resident: bool, ssd_gbps: float, memory_gbps: float
+    sizes: Sizes,
+    slots: int,
+    *,
+    resident: bool,
+    ssd_gbps: float,
+    memory_gbps: float,
+    page_cache_bytes: int = 0,
 ) -> tuple[float, float, tuple[str, ...]]:
-    """Return tokens per second with the worst and with a typical router, and the arithmetic.
+    """Return tokens per second as a range, and the arithmetic.
 
-    slots: Of each layer.
+    slots: Of each layer. page_cache_bytes: Of the experts' files that can stay in memory besides
+    the bank; none with a reader that passes by the page cache.
     """
     active = sizes.trunk_bytes - sizes.embedding_bytes + sizes.bytes_per_token
-    compute = active / (1e9 * memory_gbps)
+    compute, layers = active / (1e9 * BANDWIDTH_SHARE * memory_gbps), len(sizes.blocks)
+    launches = layers * LAUNCH_SECONDS
+    seconds = launches + compute
     lines = [
-        f"compute {1e3 * compute:.1f} ms: {format_bytes(active)} at {memory_gbps:g} GB/s of memory"
+        f"launches {1e3 * launches:.1f} ms: {layers} layers x {1e3 * LAUNCH_SECONDS:g} ms",
+        f"compute {1e3 * compute:.1f} ms: {format_bytes(active)} at {BANDWIDTH_SHARE:g} of "
+        f"{memory_gbps:g} GB/s of memory",
     ]
-    if resident:
-        lines.append("nothing is read; launches aside, kernels reach half of the bandwidth or all")
-        return 1 / (2 * compute), 1 / compute, tuple(lines)
-    share, layers = slots / sizes.num_experts, len(sizes.blocks)
-    reading = sizes.bytes_per_token / (1e9 * ssd_gbps)
-    found = []
-    for hits, sync, what in (
-        (share, max(SYNC_SECONDS), "no preference"),
-        (typical_hit_rate(share), min(SYNC_SECONDS), "typical router"),
-    ):
-        read = (1 - hits) * reading
-        seconds = compute + layers * sync + read
-        found.append(1 / seconds)
-        lines.append(
-            f"{what}: {100 * hits:.0f} % hits, read {1e3 * read:.0f} ms at {ssd_gbps:g} GB/s + "
-            f"sync {1e3 * layers * sync:.0f} ms + compute = {1e3 * seconds:.0f} ms"
-        )
-    return found[0], found[1], tuple(lines)
+    if not resident:
+        held = slots / sizes.num_experts
+        kept = min(1.0, held + page_cache_bytes / sizes.expert_bytes)
+        read, copy = fetch_seconds(sizes.bytes_per_token, held, kept, ssd_gbps)
+        sync = layers * SYNC_SECONDS
+        seconds += sync + read + copy
+        lines += [
+            f"synchronisation {1e3 * sync:.1f} ms: {layers} layers x {1e3 * SYNC_SECONDS:g} ms",
+            f"copies {1e3 * copy:.1f} ms: {100 * typical_hit_rate(held):.0f} % are in slots, the "
+            f"others come at {COPY_GBPS:g} GB/s from pages of files",
+            f"reads {1e3 * read:.1f} ms: {100 * typical_hit_rate(kept):.0f} % are in slots or in "
+            f"{format_bytes(page_cache_bytes)} of page cache, the others come at {ssd_gbps:g} GB/s "
+            "from the disk",
+        ]
+    lines.append(
+        f"together {1e3 * seconds:.1f} ms a token; the range is {SPREAD:g} times more and less"
+    )
+    return *range_around(seconds), tuple(lines)
+
+
+def in_gib(nbytes: int) -> str:
+    """Return the memory of a machine as a text; three digits in units of 2^30."""
+    return f"{nbytes / (1 << 30):.3g} GiB"
 
 
 def short(number: float) -> str:

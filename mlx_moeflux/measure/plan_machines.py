@@ -13,13 +13,17 @@ from mlx_moeflux.distributed.placement import shares
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import format_bytes, slots_for_budget, smallest_budget
 from mlx_moeflux.measure.plan import (
+    BANDWIDTH_SHARE,
+    LAUNCH_SECONDS,
     MEMORY_GBPS,
     SSD_GBPS,
     SYNC_SECONDS,
     Sizes,
     described_memory,
+    fetch_seconds,
+    in_gib,
+    range_around,
     span,
-    typical_hit_rate,
 )
 
 # Tokens that are drawn for the mean of the machine with most of a token's experts.
@@ -94,7 +98,7 @@ class MachinesPlan:
             rows.append(
                 (
                     f"rank {rank}",
-                    f"{format_bytes(one.memory_bytes)}: {one.experts} experts a layer, "
+                    f"{in_gib(one.memory_bytes)}: {one.experts} experts a layer, "
                     f"{one.slots} slots ({100 * one.share:.0f} %){fits}",
                 )
             )
@@ -114,18 +118,17 @@ def plan_machines(
     name: str,
     sizes: Sizes,
     *,
-    memories: Sequence[int],
+    memories: Sequence[str | float],
     link: Link,
     ssd_gbps: float = SSD_GBPS,
     memory_gbps: float = MEMORY_GBPS,
 ) -> MachinesPlan:
-    """Plan a model on machines with `memories` bytes, see
-    :func:`~mlx_moeflux.measure.plan.described_memory`.
+    """Plan a model on machines with `memories`, each as
+    :func:`~mlx_moeflux.measure.plan.described_memory` takes it.
 
     Each runs the trunk and keeps a state, and holds experts in proportion to what is left. Layers
-    wait for the machine with most work: of its experts that a token needs, reads and products, and
-    what the host has to do for reads. Where all experts are in memory, products may take twice as
-    long.
+    wait for the machine with most work: of its experts that a token needs, reads, copies and
+    products, and what the host has to do for reads.
 
     Raises:
         InputError: A number makes no sense.
@@ -135,54 +138,50 @@ def plan_machines(
             raise InputError(f"{what} is {number}; it must be finite and greater than 0.")
     if not (link.bytes_per_second > 0 and link.latency >= 0):
         raise InputError("the link must have bytes per second; give one such as 2.5GB/s.")
-    usable = [described_memory(m).usable_bytes for m in memories]
-    left = [nbytes - sizes.trunk_bytes - sizes.state_bytes for nbytes in usable]
+    described = [described_memory(m) for m in memories]
+    others = sizes.trunk_bytes + sizes.state_bytes
+    left = [memory.usable_bytes - others for memory in described]
     counts = shares(sizes.num_experts, len(memories), [max(1, rest) for rest in left])
-    machines = []
-    for memory, rest, count in zip(memories, left, counts, strict=True):
+    layers, N = len(sizes.blocks), len(memories)
+    block = sum(sizes.blocks.values()) / layers
+    machines, costs = [], []
+    for memory, rest, count in zip(described, left, counts, strict=True):
         least = min(sizes.experts_per_token, count)
         fits = rest >= smallest_budget(sizes.blocks, least, 0)
         slots = least
         if fits:
             given = slots_for_budget(rest, sizes.blocks, num_experts=count, experts_per_token=least)
             slots = min(given.values())
-        machines.append(Machine(memory, count, slots, fits))
-    layers, N = len(sizes.blocks), len(memories)
-    block = sum(sizes.blocks.values()) / layers
+        one = Machine(memory.free_bytes, count, slots, fits)
+        machines.append(one)
+        pages = max(0, memory.system_bytes - others - layers * slots * block)
+        kept = min(1.0, one.share + pages / (layers * count * block))
+        products = block / (1e9 * BANDWIDTH_SHARE * memory_gbps)
+        costs.append(sum(fetch_seconds(block, one.share, kept, ssd_gbps)) + products)
     message = 4 * sizes.experts_per_token * sizes.hidden_size
     exchange = layers * link.seconds(message, N) + link.seconds(4, N)  # and the token
     resident = all(machine.share == 1 for machine in machines)
-    trunk = (sizes.trunk_bytes - sizes.embedding_bytes) / (1e9 * memory_gbps)
-    lines = [
-        f"trunk {1e3 * trunk:.1f} ms on each at {memory_gbps:g} GB/s of memory; exchange "
-        f"{1e3 * exchange:.1f} ms: {layers} x {format_bytes(message)} at "
-        f"{format_bytes(link.bytes_per_second)}/s and {1e3 * link.latency:.2g} ms a message"
-    ]
-    speeds = []
-    for typical, sync, what in (
-        (False, max(SYNC_SECONDS), "no preference"),
-        (True, min(SYNC_SECONDS), "typical router"),
-    ):
-        hits = [typical_hit_rate(m.share) if typical else m.share for m in machines]
-        costs = [block * ((1 - hit) / (1e9 * ssd_gbps) + 1 / (1e9 * memory_gbps)) for hit in hits]
-        work = layers * mean_of_most(tuple(counts), sizes.experts_per_token, tuple(costs))
-        host, of_host = layers * sync, "sync"
-        if resident:
-            host, of_host = 0 if typical else trunk + work, "launches"
-        seconds = trunk + exchange + work + host
-        speeds.append(1 / seconds)
-        lines.append(
-            f"{what}: {', '.join(f'{100 * hit:.0f}' for hit in hits)} % hits, experts of the "
-            f"busiest {1e3 * work:.0f} ms at {ssd_gbps:g} GB/s + {of_host} {1e3 * host:.0f} ms + "
-            f"trunk and exchange = {1e3 * seconds:.0f} ms"
-        )
+    compute = (sizes.trunk_bytes - sizes.embedding_bytes) / (1e9 * BANDWIDTH_SHARE * memory_gbps)
+    trunk = layers * LAUNCH_SECONDS + compute
+    work = layers * mean_of_most(tuple(counts), sizes.experts_per_token, tuple(costs))
+    sync = 0 if resident else layers * SYNC_SECONDS
+    seconds = trunk + exchange + work + sync
+    slow, fast = range_around(seconds)
+    lines = (
+        f"trunk and launches {1e3 * trunk:.1f} ms on each at {memory_gbps:g} GB/s of memory; "
+        f"exchange {1e3 * exchange:.1f} ms: {layers} x {format_bytes(message)} at "
+        f"{format_bytes(link.bytes_per_second)}/s and {1e3 * link.latency:.2g} ms a message",
+        f"experts of the busiest {1e3 * work:.1f} ms at {ssd_gbps:g} GB/s + synchronisation "
+        f"{1e3 * sync:.1f} ms; together {1e3 * seconds:.1f} ms a token",
+    )
     alone = None
     if N > 1:
         rates = {"ssd_gbps": ssd_gbps, "memory_gbps": memory_gbps}
-        one = plan_machines(name, sizes, memories=[max(memories)], link=link, **rates)
+        one = plan_machines(
+            name, sizes, memories=[max(m.free_bytes for m in described)], link=link, **rates
+        )
         alone = (one.slow, one.fast) if one.fits else None
-    slow, fast = speeds
-    return MachinesPlan(name, sizes, tuple(machines), slow, fast, tuple(lines), alone)
+    return MachinesPlan(name, sizes, tuple(machines), slow, fast, lines, alone)
 
 
 @cache

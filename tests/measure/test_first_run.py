@@ -46,6 +46,22 @@ def test_the_hint_has_the_speeds_of_the_plan(measured, monkeypatch):
     assert measured == [BUNDLED_MODEL / "model.safetensors"]
 
 
+@pytest.mark.parametrize(("reader", "cached"), [("pread", 6 * 10**9), ("direct", 0)])
+def test_the_hint_counts_the_page_cache_of_the_reader(reader, cached, measured, monkeypatch):
+    asked = []
+
+    def speeds(*_, page_cache_bytes, **__):
+        asked.append(page_cache_bytes)
+        return 1.0, 2.0, ()
+
+    with load_model(BUNDLED_MODEL, expert_memory="25%", expert_reader=reader) as model:
+        left = 6 * 10**9 + loaded_sizes(model).state_bytes
+        monkeypatch.setattr(first_run, "available_memory", lambda: (left, {}))
+        monkeypatch.setattr(first_run, "speeds", speeds)
+        assert first_run_hint(model).startswith("expected 1 to 2 tokens per second: ")
+    assert asked == [cached]
+
+
 @pytest.mark.parametrize("why", ["resident", "small", "chip"])
 def test_nothing_is_measured_where_nothing_can_be_said(why, measured, monkeypatch):
     if why == "small":
