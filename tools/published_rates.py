@@ -20,7 +20,8 @@ from mlx_moeflux.measure.models import known_sizes
 from mlx_moeflux.measure.plan import plan_model, range_around, speeds
 
 FILE = Path(__file__).parents[1] / "tests/measure/published_rates.csv"
-# The others are published facts.
+USES = ("fitted", "seen", "later")
+# The other constants are published facts.
 FITTED = ("LAUNCH_SECONDS", "BANDWIDTH_SHARE", "COPY_GBPS", "ROUTER_SKEW")
 
 
@@ -28,7 +29,8 @@ class Rate(NamedTuple):
     """A row of the table. memory_gb: As sold. ssd_stated: The source gives the speed of its SSD;
     otherwise it is one that such Macs have. slots: Of each layer; ``all`` if every expert is in
     memory, ``auto`` if the bank of ``plan`` stands for the engine's own. page_cache: The engine
-    reads through it. low, high: Tokens per second. fitted: The constants were fitted to it.
+    reads through it. low, high: Tokens per second. use: ``fitted`` if the constants were fitted to
+    it, ``seen`` if it was known when they were rounded, ``later`` if it was found afterwards.
     """
 
     model: str
@@ -41,7 +43,7 @@ class Rate(NamedTuple):
     page_cache: bool
     low: float
     high: float
-    fitted: bool
+    use: str
     source: str
 
     @property
@@ -95,7 +97,7 @@ def read_rates() -> list[Rate]:
                 row["page_cache"] == "yes",
                 float(row["low"]),
                 float(row["high"]),
-                row["fitted"] == "yes",
+                row["use"],
                 row["source"],
             )
             for row in csv.DictReader(file)
@@ -137,11 +139,11 @@ def fit(rates: Sequence[Rate]) -> None:
 
 def main() -> None:
     rates = read_rates()
-    for fitted in (True, False):
+    for use in USES:
         print("| model | Mac | held | published | estimate | published / estimate | source |")
         print("| --- | --- | --- | ---: | ---: | ---: | --- |")
         for rate in rates:
-            if rate.fitted == fitted:
+            if rate.use == use:
                 published = " to ".join(dict.fromkeys((f"{rate.low:g}", f"{rate.high:g}")))
                 low, high = (f"{one:.2g}" for one in range_around(1 / rate.estimate()))
                 memory = f" {rate.memory_gb} GB" if rate.memory_gb else ""
@@ -150,13 +152,17 @@ def main() -> None:
                     f" | {published} | {low} to {high} | {exp(rate.error()):.2f} | {rate.source} |"
                 )
         for known in (True, False):
-            kind = [rate for rate in rates if (rate.fitted, rate.known) == (fitted, known)]
+            kind = [rate for rate in rates if (rate.use, rate.known) == (use, known)]
+            if not kind:
+                continue
             shares = ", ".join(f"{within(kind, n):.0%} within {n:g}" for n in (1.2, 1.3, 1.5, 2))
             print(f"\n{'known' if known else 'assumed SSD'}: {len(kind)} rates, {shares}")
-        print(f"mean factor {typical([r.error() for r in rates if r.fitted == fitted]):.2f}\n")
+        print(f"mean factor {typical([r.error() for r in rates if r.use == use]):.2f}\n")
     print("Each Mac left out:\n")
     chosen = {name: getattr(estimates, name) for name in FITTED}
-    used = sorted((r for r in rates if r.fitted), key=lambda rate: (rate.mac, rate.memory_gb))
+    used = sorted(
+        (r for r in rates if r.use == "fitted"), key=lambda rate: (rate.mac, rate.memory_gb)
+    )
     errors: dict[bool, list[float]] = {True: [], False: []}
     for (mac, memory), group in groupby(used, key=lambda rate: (rate.mac, rate.memory_gb)):
         members = list(group)

@@ -210,7 +210,7 @@ SYSTEM_BYTES = 5_500_000_000
 """What an idle macOS keeps from programs and pages of files."""
 
 SPREAD = 1.2
-"""A range is from the estimate divided by this to the estimate times this. It holds half of the
+"""A range is from the estimate divided by this to the estimate times this. It holds three of five
 published rates; as it is printed, its ends are at most a factor of 1.6 apart."""
 
 
