@@ -76,7 +76,9 @@ def run_shell(block: Block) -> None:
 
 PAGES_WITH_BLOCKS = [page for page in [*TOP, *SITE] if blocks_of(page)]
 # Their blocks load and measure models for seconds. Tests of each part do it on smaller ones.
-MEASURING = [ROOT / "docs" / name for name in ("benchmarks.md", "budget.md", "research.md")]
+MEASURING = [
+    ROOT / "docs" / name for name in ("benchmarks.md", "budget.md", "drafts.md", "research.md")
+]
 
 
 @pytest.mark.parametrize(

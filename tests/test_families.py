@@ -80,7 +80,7 @@ def test_streamed_is_resident_bit_for_bit(directory, tmp_path):
 
 
 # test_mlx_lm_client.py has more of it for Qwen3.5.
-@by_default("deepseek-tiny")
+@by_default()
 def test_generation_and_mlx_lm_as_the_client(directory):
     mlx_lm = pytest.importorskip("mlx_lm")
     model, tokenizer = load(directory, expert_memory="20%")

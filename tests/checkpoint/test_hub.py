@@ -462,9 +462,8 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("switched_off", [
-    {"HF_HUB_OFFLINE": "1"}, pytest.param({}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("switched_off", [{"HF_HUB_OFFLINE": "1"}, {}])
 def test_what_was_downloaded_is_found_without_a_connection(tmp_path, switched_off):
     """By this package, by the library and by mlx-lm, where the hub that answered is gone."""
     pytest.importorskip("mlx_lm")

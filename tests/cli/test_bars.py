@@ -20,6 +20,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_bars_of_a_download_and_of_commands_leave_lines_of_text(tmp_path):
     """A download for convert, then a model that lies in the cache."""
     with local_hub(BUNDLED_MODEL) as hub:

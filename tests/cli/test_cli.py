@@ -594,12 +594,19 @@ def test_a_prompt_that_is_no_text_is_one_line():
             r"the output cannot have U\+[0-9A-F]{4} in ascii; set PYTHONIOENCODING=utf-8",
         ),
         (["chat", "-m", "1"], "ascii", b"a\xc3\xa9", "standard input is not ascii at byte 1; .*"),
-        (["chat", "-m", "1"], "utf-8:surrogateescape", b"a\xff", "standard input is not UTF-8 .*"),
-        (
+        pytest.param(
+            ["chat", "-m", "1"],
+            "utf-8:surrogateescape",
+            b"a\xff",
+            "standard input is not UTF-8 .*",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["perplexity", "--data-path", __file__],
             "ascii",
             b"",
             r"the output cannot have U\+00B1 in ascii; set PYTHONIOENCODING=utf-8",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -114,7 +114,7 @@ def generated(case, **options):
 @pytest.mark.parametrize(
     ("case", "memory"),
     [
-        *(pytest.param(case, "auto", marks=[pytest.mark.slow] * (case != "qwen4_exp_rows"))
+        *(pytest.param(case, "auto", marks=pytest.mark.slow)
           for case in CASES),
         *(pytest.param(case, "least", marks=[pytest.mark.slow] * (case != "text_top3"))
           for case in CASES),

@@ -153,6 +153,7 @@ def test_a_prompt_alone_has_no_times(tmp_path):
         plots.show(Trace(TraceInfo(2, 1, (0,), {0: 1})), tmp_path)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(two_bundled_layers, tmp_path, capsys):
     file = tmp_path / "run.trace"
     generate = ["generate", "--model", str(two_bundled_layers), "-m", "5"]

@@ -37,6 +37,7 @@ def run(model):
     return [np.array(model(mx.array([[token]]), cache)) for token in ids[3 : 3 + STEPS]]
 
 
+@pytest.mark.slow
 def test_the_kernel_pulls_what_the_threads_read(two_layers):
     path = two_layers / "qwen3.5-tiny"
     with load_model(path, expert_memory="100%") as model:
