@@ -1,78 +1,164 @@
 """The speed of a disk for blocks of experts: measured past the page cache, and kept.
 
-A kept speed is a file ``disk-*.json`` in the user's cache, one for each device. Delete it to
-measure anew.
+A kept speed is a file ``disk-*.json`` in the user's cache, one for each device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
+import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from stat import S_ISREG
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
 from mlx_moeflux import user_cache
-from mlx_moeflux.checkpoint.files import nearest_existing, pass_page_cache, read_json_object
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs
+from mlx_moeflux.checkpoint.files import (
+    format_size,
+    nearest_existing,
+    pass_page_cache,
+    read_json_object,
+    write_exact,
+)
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import ExpertFileError, InputError, UnsupportedError
 from mlx_moeflux.experts.io.layout import RAW
-from mlx_moeflux.experts.io.readers import Reader, make_reader
-from mlx_moeflux.measure.benchmark.pages import COLD_SHARE, cached_share, evict
+from mlx_moeflux.experts.io.readers import Reader, largest_block, make_reader
+from mlx_moeflux.experts.system_memory import available_memory
+from mlx_moeflux.measure.benchmark.pages import (
+    COLD_SHARE,
+    FROM_DISK,
+    bytes_from_disk,
+    cached_share,
+    evict,
+)
 
 Experts = Mapping[int, Mapping[str, ExpertRefs]]
+Clock = Callable[[], float]
 
 # Those of a streamed store; its module imports MLX.
 THREADS = 8
-# Of one reader's measurement: whichever comes first.
-DISK_BYTES = 1 << 30
-DISK_SECONDS = 1.5
+# Of one measurement: whichever comes first.
+DISK_BYTES, DISK_SECONDS = 8 * 10**9, 2.0
 # About an expert of a 35B model in 4 bits.
 BLOCK_BYTES = 2 << 20
-# A smaller file is read before all threads are busy.
+# Of the temporary file: on a slow disk it is what this time allows, on a full one this share of
+# what is free. Below the least bytes nothing is measured.
+FILE_BYTES, WRITE_SECONDS, FREE_SHARE = 8 * 10**9, 5.0, 1 / 4
 LEAST_FILE_BYTES = 256 << 20
-# Of the temporary file; on a slow disk it is what this time allows.
-FILE_BYTES, WRITE_SECONDS = 512 << 20, 1.5
+# The beginning of its name, and the age in seconds at which it is one of a killed process.
+TEMPORARY, OLD_SECONDS = "disk-speed-", 3600
+# Parts of a measurement that are compared. The disk was busy if the second fastest is so many times
+# as fast as the second slowest: one part of each kind may be chance.
+PARTS, UNEVEN = 8, 1.5
+# Days that a speed is kept, and one that was measured on a busy machine.
+DAYS, BUSY_DAYS = 30, 1
 
 
 class DiskSpeed(NamedTuple):
-    """What was measured. day: When."""
+    """The measured speed of a disk.
+
+    day: Date of the measurement. available_bytes: Memory that could be had then. busy: Other
+    programs used the disk or the processors. from_memory: The bytes came from memory, as in a file
+    system without a disk.
+    """
 
     bytes_per_second: float
     day: date
+    available_bytes: int | None = None
+    busy: bool = False
+    from_memory: bool = False
+
+    @property
+    def days(self) -> int:
+        """The age in days; negative if the clock was set back."""
+        return (date.today() - self.day).days
 
     @property
     def age(self) -> str:
         """ "today" or the number of days."""
-        days = (date.today() - self.day).days
-        return "today" if days < 1 else f"{days} day{'s' * (days > 1)} ago"
+        return "today" if self.days < 1 else f"{self.days} day{'s' * (self.days > 1)} ago"
+
+    @property
+    def valid(self) -> bool:
+        """True for 30 days; if the machine was busy, for that day."""
+        return 0 <= self.days < (BUSY_DAYS if self.busy else DAYS)
+
+    def __str__(self) -> str:
+        facts = [f"measured {self.age}"]
+        if self.available_bytes is not None:
+            facts.append(f"{format_size(self.available_bytes)} of memory free")
+        if self.from_memory:
+            facts.append("read from memory and not from a disk")
+        if self.busy:
+            facts.append("machine busy: 'plan --measure-disk' measures again")
+        return ", ".join(facts)
+
+
+class Block(NamedTuple):
+    """A block that was read. seconds: Time from the beginning of the measurement."""
+
+    seconds: float
+    nbytes: int
+
+
+class Reads(NamedTuple):
+    """The speed of random reads.
+
+    uneven: Some parts of the measurement were much faster than others. whole: The reads took
+    :data:`DISK_SECONDS` or were :data:`DISK_BYTES`. from_memory: See :class:`DiskSpeed`.
+    """
+
+    bytes_per_second: float
+    uneven: bool
+    whole: bool
+    from_memory: bool = False
 
 
 def disk_speed(place: Path) -> DiskSpeed | None:
-    """Return the speed of the disk that `place` is on, or will be: the kept one, or else measure
-    it, which takes 5 seconds at most, and keep it.
+    """Return the speed of the disk that `place` is on, or will be: the kept one if it still counts,
+    else that of :func:`measure_disk`."""
+    kept = kept_speed(place)
+    return kept if kept is not None and kept.valid else measure_disk(place)
 
-    It reads random blocks of the largest file in `place`, which may be the file, where direct reads
-    pass the page cache by. Otherwise it reads a temporary file on that disk: macOS gives a page
-    that it has in memory to direct reads too.
 
-    None: The file system allows neither.
+def measure_disk(place: Path) -> DiskSpeed | None:
+    """Measure the disk that `place` is on, or will be, and keep the speed; say so on stderr, as it
+    takes up to 10 seconds.
+
+    Where direct reads pass the page cache by, it reads random blocks of the largest files in
+    `place`, which may be a file. If they are too small, and on macOS, which gives a page that it
+    has in memory to direct reads too, it reads a temporary file on that disk. The file takes at
+    most a quarter of what is free.
+
+    None: The file system allows neither, or has too little room.
     """
-    if (kept := kept_speed(place)) is not None:
-        return kept
-    measured = _measure(place)
-    if measured is None:
+    print("measuring the disk: up to 10 seconds, once in 30 days", file=sys.stderr)  # noqa: T201
+    available, _ = available_memory()
+    # Before the reads, whose threads are load too.
+    loaded = os.getloadavg()[0] > (os.cpu_count() or 1)
+    reads = _measure(place)
+    if reads is None:
         return None
-    found = DiskSpeed(measured, date.today())
-    file, entry = _file(place), {"bytes_per_second": measured, "day": found.day.isoformat()}
+    found = DiskSpeed(
+        bytes_per_second=reads.bytes_per_second,
+        day=date.today(),
+        available_bytes=available,
+        busy=reads.uneven or loaded,
+        from_memory=reads.from_memory,
+    )
+    file, entry = _file(place), found._asdict() | {"day": found.day.isoformat()}
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         user_cache.write(file, json.dumps(entry).encode())
@@ -80,10 +166,16 @@ def disk_speed(place: Path) -> DiskSpeed | None:
 
 
 def kept_speed(place: Path) -> DiskSpeed | None:
-    """Return what was measured of the disk that `place` is on; None: nothing."""
+    """Return what was last measured of the disk that `place` is on, of any age; None: nothing."""
     try:
         entry = read_json_object(_file(place), error=InputError)
-        found = DiskSpeed(float(entry["bytes_per_second"]), date.fromisoformat(entry["day"]))
+        found = DiskSpeed(
+            bytes_per_second=float(entry["bytes_per_second"]),
+            day=date.fromisoformat(entry["day"]),
+            available_bytes=int(entry["available_bytes"]),
+            busy=bool(entry["busy"]),
+            from_memory=bool(entry["from_memory"]),
+        )
     except (InputError, KeyError, TypeError, ValueError, OverflowError):
         return None
     return found if 0 < found.bytes_per_second < float("inf") else None
@@ -93,20 +185,24 @@ def _file(place: Path) -> Path:
     return user_cache.root() / f"disk-{os.stat(nearest_existing(place)).st_dev:x}.json"
 
 
-def _measure(place: Path) -> float | None:
-    """Return bytes per second of the disk of a place; None: they cannot be measured."""
-    if hasattr(os, "O_DIRECT") and (file := _largest_file(place)) is not None:
+def _measure(place: Path) -> Reads | None:
+    """Return the reads of a place's files or of a temporary one; None: they cannot be measured."""
+    own = None
+    if hasattr(os, "O_DIRECT") and (files := _large_files(place)):
         # The page cache of somebody's model stays as it is.
         with contextlib.suppress(ExpertFileError):
-            found = disk_bandwidth(_blocks_of(file), threads=THREADS, readers=("direct",))
-            if found is not None:
-                return found
-    try:
-        with tempfile.NamedTemporaryFile(dir=_folder_on_disk(place)) as file:
-            _fill(file.fileno())
-            return disk_bandwidth(_blocks_of(Path(file.name)), threads=THREADS)
-    except (OSError, ExpertFileError):
-        return None
+            own = read_experts(_blocks_of(*files), threads=THREADS, readers=("direct",))
+        if own is not None and own.whole and not own.from_memory:
+            return own
+    with contextlib.suppress(OSError, ExpertFileError):
+        folder = _folder_on_disk(place)
+        _remove_old(folder)
+        size = min(FILE_BYTES, int(FREE_SHARE * shutil.disk_usage(folder).free))
+        if size >= LEAST_FILE_BYTES:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY) as file:
+                _fill(file.fileno(), Path(file.name), size)
+                return read_experts(_blocks_of(Path(file.name)), threads=THREADS)
+    return own
 
 
 def _folder_on_disk(place: Path) -> Path:
@@ -117,94 +213,159 @@ def _folder_on_disk(place: Path) -> Path:
     return place if place.is_dir() else place.parent
 
 
-def _largest_file(place: Path) -> Path | None:
-    """Return the largest file in a folder and its folders, or the file itself, if it is large
-    enough."""
-    sizes = {}
+def _remove_old(folder: Path) -> None:
+    for file in folder.glob(f"{TEMPORARY}*"):
+        if time.time() - file.stat().st_mtime > OLD_SECONDS:
+            file.unlink()
+
+
+def _large_files(place: Path) -> list[Path]:
+    """Return the largest files in a folder and its folders, or the file itself, that are on its
+    device and hold all of their bytes: as many as a measurement needs."""
+    sizes: dict[tuple[int, int], tuple[int, Path]] = {}
+    device = os.stat(nearest_existing(place)).st_dev
     for file in [place] if place.is_file() else place.rglob("*"):
         with contextlib.suppress(OSError):  # a link to nothing
             stat = file.stat()
-            if S_ISREG(stat.st_mode):
-                sizes[file] = stat.st_size
-    largest = max(sizes, key=lambda file: sizes[file], default=None)
-    return None if largest is None or sizes[largest] < LEAST_FILE_BYTES else largest
+            # A download in progress has holes, which are read from no disk.
+            full = stat.st_blocks * 512 >= stat.st_size >= BLOCK_BYTES
+            if S_ISREG(stat.st_mode) and stat.st_dev == device and full:
+                sizes[stat.st_dev, stat.st_ino] = stat.st_size, file
+    files, total = [], 0
+    for size, file in sorted(sizes.values(), reverse=True):
+        if total < DISK_BYTES:
+            files.append(file)
+            total += size
+    return files
 
 
-def _fill(fd: int) -> None:
-    """Write random bytes to a file, past the page cache where the system allows."""
+def _fill(fd: int, file: Path, size: int, clock: Clock = time.perf_counter) -> None:
+    """Write up to `size` random bytes to an open file, past the page cache where the system allows.
+
+    A file that stays in memory gets the least bytes: its file system is one in memory.
+    """
     pass_page_cache(fd)
-    deadline = time.perf_counter() + WRITE_SECONDS
-    chunk = np.random.default_rng().bytes(4 * BLOCK_BYTES)
-    for _ in range(FILE_BYTES // len(chunk)):
-        os.write(fd, chunk)
-        os.fsync(fd)
-        if time.perf_counter() > deadline:
-            break
+    deadline = clock() + WRITE_SECONDS
+    # Page-aligned: of other memory macOS makes a copy in the page cache first.
+    chunk = memoryview(mmap.mmap(-1, 4 * BLOCK_BYTES))
+    chunk[:] = np.random.default_rng().bytes(len(chunk))
+    written = 0
+    while written + len(chunk) <= size and clock() < deadline:
+        write_exact(fd, chunk, offset=written)
+        written += len(chunk)
+        if not evict((file,)):
+            os.fsync(fd)
+        elif (cached_share((file,)) or 0) > COLD_SHARE:
+            size = min(size, LEAST_FILE_BYTES)
 
 
-def _blocks_of(file: Path) -> Experts:
-    """Return a file as the experts of one layer, blocks of :data:`BLOCK_BYTES`."""
-    count = file.stat().st_size // BLOCK_BYTES
-    blocks = StridedRefs(
-        name="block",
-        file=file,
-        offset=0,
-        stride=BLOCK_BYTES,
-        num_experts=count,
-        dtype="U8",
-        shape=(BLOCK_BYTES,),
-    )
+def _blocks_of(*files: Path) -> Experts:
+    """Return random blocks of :data:`BLOCK_BYTES` of files as the experts of one layer: all, or as
+    many as a measurement needs."""
+    ends = np.cumsum([file.stat().st_size // BLOCK_BYTES for file in files])
+    chosen = np.random.default_rng().permutation(ends[-1])[: -(-DISK_BYTES // BLOCK_BYTES)]
+    which = np.searchsorted(ends, chosen, side="right")
+    starts = np.concatenate(([0], ends))[which]
+    blocks = [
+        TensorRef("block", files[i], at * BLOCK_BYTES, "U8", (BLOCK_BYTES,))
+        for i, at in zip(which.tolist(), (chosen - starts).tolist(), strict=True)
+    ]
     return {0: {f"{RAW}block": blocks}}
 
 
-def disk_bandwidth(
+def disk_bandwidth(experts: Experts, *, threads: int, seed: int = 0) -> float | None:
+    """Measure the bytes a second of random experts that no cache holds, by `threads` threads, see
+    :func:`read_experts`. None if the file system allows no such reads."""
+    found = read_experts(experts, threads=threads, seed=seed)
+    return None if found is None or found.from_memory else found.bytes_per_second
+
+
+def read_experts(
     experts: Experts,
     *,
     threads: int,
-    seed: int = 0,
+    seed: int | None = None,
     readers: Sequence[str] = ("direct", "pread"),
-) -> float | None:
-    """Measure the bytes a second of random experts that no cache holds, by `threads` threads: the
-    faster of direct reads and reads through an empty page cache.
+) -> Reads | None:
+    """Read random experts past the page cache, by the first of `readers` that the system allows;
+    ``pread`` needs one that can empty the cache. None if it allows none of them.
 
-    None if the file system allows none of `readers`.
+    seed: Of the order; None: another order each time.
     """
-    speeds = []
+    files = expert_files(experts)
     for name in readers:
         try:
             reader = make_reader(name, experts)
         except UnsupportedError:
             continue
         try:
-            if name == "direct" or _emptied(expert_files(experts)):
-                speeds.append(_read_speed(reader, threads, seed))
+            if name == "direct" or evict(files):
+                cached, before = cached_share(files), bytes_from_disk()
+                done = read_blocks(reader, threads, seed)
+                return summary(done, threads, in_cache=cached, from_disk=_since(before))
         finally:
             reader.close()
-    return max(speeds, default=None)
+    return None
 
 
-def _emptied(files: tuple[Path, ...]) -> bool:
-    share = cached_share(files) if evict(files) else None
-    return share is not None and share <= COLD_SHARE
+def _since(before: int | None) -> int | None:
+    now = bytes_from_disk()
+    return None if now is None or before is None else now - before
 
 
-def _read_speed(reader: Reader, threads: int, seed: int) -> float:
+def read_blocks(
+    reader: Reader, threads: int, seed: int | None, clock: Clock = time.perf_counter
+) -> list[Block]:
+    """Read random blocks, each once, for :data:`DISK_SECONDS` or up to :data:`DISK_BYTES`, into one
+    page-aligned buffer for each thread. Return the blocks, the first that was done first."""
     at = [(layer, e) for layer in reader.layers for e in range(reader.num_experts)]
-    order = np.random.default_rng(seed).permutation(len(at))
-    deadline = time.perf_counter() + DISK_SECONDS
+    largest = largest_block(reader)
+    most = -(-DISK_BYTES // largest)
+    chosen = iter(np.random.default_rng(seed).permutation(len(at))[:most].tolist())
+    done: list[Block] = []
+    began = clock()
 
-    def read(i: int) -> int:
-        layer, expert = at[i]
-        if time.perf_counter() > deadline:
-            return 0
-        views = [memoryview(bytearray(c.nbytes)) for c in reader.layout(layer).components]
-        return reader.read(layer, expert, views)
+    def work() -> None:
+        buffer, seconds = memoryview(mmap.mmap(-1, largest)), 0.0
+        while seconds < DISK_SECONDS and (i := next(chosen, None)) is not None:
+            layer, expert = at[i]
+            stops = np.cumsum([c.nbytes for c in reader.layout(layer).components]).tolist()
+            views = [buffer[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+            nbytes = reader.read(layer, expert, views)
+            seconds = clock() - began
+            done.append(Block(seconds, nbytes))
 
-    most = max(1, DISK_BYTES // reader.layout(reader.layers[0]).nbytes)
     with ThreadPoolExecutor(threads) as pool:
-        began = time.perf_counter()
-        total = sum(pool.map(read, order[:most].tolist()))
-        return total / (time.perf_counter() - began)
+        for worker in [pool.submit(work) for _ in range(threads)]:
+            worker.result()
+    return sorted(done)
+
+
+def summary(
+    done: Sequence[Block], threads: int, *, in_cache: float | None, from_disk: int | None
+) -> Reads:
+    """Return the speed of reads: the median of some :data:`PARTS` parts of as many blocks each.
+    Another program that uses the disk for a moment changes it little.
+
+    in_cache: Share of the files that was in memory before the reads; None: unknown. from_disk:
+    Bytes that disks gave during the reads; None: unknown.
+    """
+    # Threads begin together, so blocks are done in bunches.
+    step = max(1, len(done) // PARTS // threads) * threads
+    ends = list(range(step, len(done) + 1, step)) or [len(done)]
+    speeds, before = [], 0.0
+    for start, end in zip([0, *ends], ends, strict=False):
+        seconds = max(done[end - 1].seconds - before, 1e-9)
+        speeds.append(sum(block.nbytes for block in done[start:end]) / seconds)
+        before = done[end - 1].seconds
+    ordered, nbytes = sorted(speeds), sum(block.nbytes for block in done)
+    warm = in_cache is not None and in_cache > COLD_SHARE
+    return Reads(
+        bytes_per_second=median(speeds),
+        uneven=len(speeds) >= PARTS and ordered[-2] > UNEVEN * ordered[1],
+        whole=done[-1].seconds >= DISK_SECONDS or nbytes >= DISK_BYTES,
+        from_memory=warm and (from_disk is None or from_disk < FROM_DISK * nbytes),
+    )
 
 
 def expert_files(experts: Experts) -> tuple[Path, ...]:

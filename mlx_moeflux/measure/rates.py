@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_moeflux.measure.disk import disk_speed
+from mlx_moeflux.measure.disk import disk_speed, measure_disk
 from mlx_moeflux.measure.plan import MEMORY_GBPS, SSD_GBPS, short
 
 # Chip -> (GPU cores, GB/s of its memory), the fewest cores first: a chip with more of them has the
@@ -54,15 +54,20 @@ class Rates(NamedTuple):
 
 
 def find_rates(
-    place: Path, *, memory_gbps: float | None = None, ssd_gbps: float | None = None
+    place: Path,
+    *,
+    memory_gbps: float | None = None,
+    ssd_gbps: float | None = None,
+    measure_anew: bool = False,
 ) -> Rates:
     """Return the bandwidths of this machine's memory, and of the disk that `place` is on.
 
-    The memory's is that of the chip, or an assumption. The disk's is measured once, which takes 5
-    seconds at most, see :func:`~mlx_moeflux.measure.disk.disk_speed`. A number that is given wins.
+    The memory's is that of the chip, or an assumption. The disk's is measured, which takes up to 10
+    seconds, and kept for 30 days, see :func:`~mlx_moeflux.measure.disk.disk_speed`. A number that
+    is given wins. measure_anew: Measure the disk although a speed is kept.
     """
     memory = (memory_gbps, "given") if memory_gbps is not None else _memory()
-    disk = (ssd_gbps, "given") if ssd_gbps is not None else _disk(place)
+    disk = (ssd_gbps, "given") if ssd_gbps is not None else _disk(place, measure_anew)
     return Rates(*memory, *disk)
 
 
@@ -73,11 +78,11 @@ def _memory() -> tuple[float, str]:
     return found, name
 
 
-def _disk(place: Path) -> tuple[float, str]:
-    found = disk_speed(place)
+def _disk(place: Path, anew: bool) -> tuple[float, str]:
+    found = measure_disk(place) if anew else disk_speed(place)
     if found is None:
         return SSD_GBPS, "assumed, not measurable"
-    return found.bytes_per_second / 1e9, f"measured {found.age}"
+    return found.bytes_per_second / 1e9, str(found)
 
 
 def chip_bandwidth() -> float | None:

@@ -71,6 +71,14 @@ def test_given_numbers_win_and_nothing_is_measured(mac, monkeypatch):
     assert find_rates(HERE, memory_gbps=1, ssd_gbps=2) == (1, "given", 2, "given")
 
 
+def test_the_disk_is_measured_anew_if_one_asks(mac, monkeypatch):
+    now = DiskSpeed(3e9, date.today(), 8 * 10**9, busy=True)
+    monkeypatch.setattr(rates, "measure_disk", lambda place: now)
+    assert find_rates(HERE).ssd_gbps == 5.5
+    assert find_rates(HERE, measure_anew=True)[2:] == (3.0, str(now))
+    assert "measured today, 8.0 GB of memory free, machine busy" in str(now)
+
+
 def test_a_disk_that_cannot_be_measured_is_assumed(mac, monkeypatch):
     monkeypatch.setattr(rates, "disk_speed", lambda place: None)
     assert find_rates(HERE)[2:] == (3.0, "assumed, not measurable")

@@ -224,6 +224,7 @@ def test_commands_without_a_model(home):
 def test_estimates_know_the_chip(home):
     found = json.loads(on_mac(home, "plan", str(BUNDLED_MODEL), "--json").stdout)
     assert "Apple M1" in json.dumps(found)
+    assert found["ssd_source"].startswith("measured today, ")
     assert "Apple M1" in on_mac(home, "models").stdout
 
 
