@@ -142,7 +142,8 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of :func:`machine_memory` and :func:`machine_rates`."""
     add = parser.add_argument
     add("--memory", help="of a machine, such as 32GB (default: what this one has left)")
-    add("--ssd-gbps", type=float, help="GB/s (default: measured once on this machine)")
+    add("--ssd-gbps", type=float, help="GB/s (default: measured here, kept for 30 days)")
+    add("--measure-disk", action="store_true", help="measure the disk although a speed is kept")
     add("--memory-gbps", type=float, help="GB/s (default: those of this machine's chip)")
 
 
@@ -159,10 +160,21 @@ def machine_memory(args: argparse.Namespace) -> Any:
 
 
 def machine_rates(args: argparse.Namespace, place: Path) -> Any:
-    """Return the given or measured bandwidths; the disk is that of `place`."""
+    """Return the given or measured bandwidths; the disk is that of `place`.
+
+    Raises:
+        InputError: The disk's is given and to be measured.
+    """
     from mlx_moeflux.measure.rates import find_rates
 
-    return find_rates(place, memory_gbps=args.memory_gbps, ssd_gbps=args.ssd_gbps)
+    if args.measure_disk and args.ssd_gbps is not None:
+        raise InputError("--measure-disk and --ssd-gbps exclude each other; give one of them.")
+    return find_rates(
+        place,
+        memory_gbps=args.memory_gbps,
+        ssd_gbps=args.ssd_gbps,
+        measure_anew=args.measure_disk,
+    )
 
 
 def hint_speed(model: Any) -> None:

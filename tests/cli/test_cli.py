@@ -88,10 +88,10 @@ OPTIONS = {
     "check": "--operation --dtype --link",
     "plan": """
         --bits --model --context --expert-memory --json --link --link-latency --machines --memory
-        --gguf-file --memory-gbps --revision --ssd-gbps
+        --gguf-file --measure-disk --memory-gbps --revision --ssd-gbps
         --row-memory
     """,
-    "models": "--json --memory --memory-gbps --ssd-gbps",
+    "models": "--json --measure-disk --memory --memory-gbps --ssd-gbps",
     "perplexity": """
         --batch-size --data-path --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
@@ -704,6 +704,7 @@ def test_errors_are_one_line_and_exit_1(arguments, words, capsys):
         (["plan", str(BUNDLED_MODEL), "--link", "1GB/s"], "--link needs --machines"),
         (["plan", str(BUNDLED_MODEL), "--machines", "8GB,little", "--link", "1GB/s"], "little"),
         (["models", "--memory", "little"], "little"),
+        (["models", "--measure-disk", "--ssd-gbps", "3"], "exclude each other"),
         (["models", "--memory", ""], "--memory is empty"),
         (["plan", str(BUNDLED_MODEL), "--memory", ""], "--memory is empty"),
         (["plan", str(BUNDLED_MODEL), "--machines", "", "--link", "1GB/s"], "--machines is empty"),
@@ -715,7 +716,8 @@ def test_nothing_is_measured_for_wrong_options(arguments, words, capsys, monkeyp
     def measured(place):
         raise AssertionError(f"the disk of {place} was measured")
 
-    monkeypatch.setattr(rates, "disk_speed", measured)
+    for name in ("disk_speed", "measure_disk"):
+        monkeypatch.setattr(rates, name, measured)
     test_errors_are_one_line_and_exit_1(arguments, words, capsys)
 
 
