@@ -146,8 +146,7 @@ def measure_disk(place: Path) -> DiskSpeed | None:
     """
     print("measuring the disk: up to 10 seconds, once in 30 days", file=sys.stderr)  # noqa: T201
     available, _ = available_memory()
-    # Before the reads, whose threads are load too.
-    loaded = os.getloadavg()[0] > (os.cpu_count() or 1)
+    loaded = _is_loaded()  # before the reads, whose threads are load too
     reads = _measure(place)
     if reads is None:
         return None
@@ -185,6 +184,15 @@ def _file(place: Path) -> Path:
     return user_cache.root() / f"disk-{os.stat(nearest_existing(place)).st_dev:x}.json"
 
 
+def _is_loaded() -> bool:
+    """Return whether more processes than there are processors wanted to run in the last minute;
+    False where the system does not tell."""
+    try:
+        return os.getloadavg()[0] > (os.cpu_count() or 1)
+    except OSError:
+        return False
+
+
 def _measure(place: Path) -> Reads | None:
     """Return the reads of a place's files or of a temporary one; None: they cannot be measured."""
     own = None
@@ -216,7 +224,7 @@ def _folder_on_disk(place: Path) -> Path:
 def _remove_old(folder: Path) -> None:
     for file in folder.glob(f"{TEMPORARY}*"):
         if time.time() - file.stat().st_mtime > OLD_SECONDS:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def _large_files(place: Path) -> list[Path]:
@@ -255,7 +263,7 @@ def _fill(fd: int, file: Path, size: int, clock: Clock = time.perf_counter) -> N
         written += len(chunk)
         if not evict((file,)):
             os.fsync(fd)
-        elif (cached_share((file,)) or 0) > COLD_SHARE:
+        if written == len(chunk) and (cached_share((file,)) or 0) > COLD_SHARE:
             size = min(size, LEAST_FILE_BYTES)
 
 

@@ -246,6 +246,14 @@ def test_a_busy_machine_is_noticed(load, uneven, busy, tmp_path, kept, facts, mo
     assert disk.measure_disk(tmp_path).busy is busy
 
 
+def test_a_system_without_a_load_is_not_busy(tmp_path, kept, facts, monkeypatch):
+    def unknown():
+        raise OSError("unobtainable")
+
+    monkeypatch.setattr(os, "getloadavg", unknown)
+    assert not disk.measure_disk(tmp_path).busy
+
+
 def model_of(folder: Path, **sizes: int) -> Path:
     folder.mkdir(parents=True)
     for name, size in sizes.items():
