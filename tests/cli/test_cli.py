@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import tomllib
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure import rates
+from mlx_moeflux.measure.disk import DiskSpeed
 from mlx_moeflux.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -719,6 +721,18 @@ def test_nothing_is_measured_for_wrong_options(arguments, words, capsys, monkeyp
     for name in ("disk_speed", "measure_disk"):
         monkeypatch.setattr(rates, name, measured)
     test_errors_are_one_line_and_exit_1(arguments, words, capsys)
+
+
+@pytest.mark.parametrize("command", [["plan", str(BUNDLED_MODEL)], ["models"]])
+def test_a_disk_is_measured_anew_if_one_asks(command, capsys, monkeypatch):
+    old = DiskSpeed(5e9, date.today() - timedelta(days=3), 10**9)
+    monkeypatch.setattr(rates, "disk_speed", lambda place: old)
+    monkeypatch.setattr(rates, "measure_disk", lambda place: old._replace(day=date.today()))
+    memory = ["--memory", "16GB"]
+    assert main([*command, *memory]) == 0
+    assert "disk 5 GB/s (measured 3 days ago, 1.0 GB of memory free)" in capsys.readouterr().out
+    assert main([*command, *memory, "--measure-disk"]) == 0
+    assert "disk 5 GB/s (measured today, 1.0 GB of memory free)" in capsys.readouterr().out
 
 
 def test_no_arguments_print_help_and_version_prints_the_device(capsys):
