@@ -337,7 +337,7 @@ def _commands(put: Put) -> None:
     spawn = os.posix_spawn
 
     def spawned(path, argv, *others, **kwargs):
-        if os.path.basename(path) == "caffeinate":
+        if path == "/usr/bin/caffeinate":
             waits = 'while kill -0 "$0" 2>/dev/null; do sleep 0.2; done'
             path, argv = "/bin/sh", ["sh", "-c", waits, argv[argv.index("-w") + 1]]
         return spawn(path, argv, *others, **kwargs)
