@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels.examples import fresh_key
@@ -291,7 +292,7 @@ class compiled:  # called like mx.compile
             ready()
             _state.rehearsing = True
             try:
-                self._function(*inputs)
+                self._function(*tree_map(_as_traced, inputs))
             finally:
                 _state.rehearsing = False
             repeated()
@@ -299,6 +300,12 @@ class compiled:  # called like mx.compile
             outputs = self._run(*inputs)
             _state.pending = frozenset()
         return outputs
+
+
+def _as_traced(value: Any) -> Any:
+    """Return an array with the same numbers that is no view of a known buffer, as in a trace. Its
+    launches are then those of the trace: a kernel that is given a buffer is another variant."""
+    return mx.stop_gradient(value) if isinstance(value, mx.array) else value
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:

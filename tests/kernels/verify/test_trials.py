@@ -28,7 +28,9 @@ from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.runtime.packing import Packing
 from mlx_moeflux.kernels.verify import stock, trials, verdicts
+from mlx_moeflux.models.compiled import _bank_of
 from tests.kernels.harness import emulated
 from tests.kernels.implementations import IMPLEMENTATIONS
 from tests.kernels.metal import metal_device
@@ -411,6 +413,25 @@ def test_the_trials_of_a_traced_step_are_known_beforehand():
         step(LOGITS)
         step(LOGITS)
     assert told == [(0, 3), (1, 3), (1, 3), (2, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_a_traced_step_is_tried_with_what_it_launches(monkeypatch):
+    """A packed bank is one buffer outside a trace and several arrays in it: two variants."""
+    rows = {"expert_mix": {"metal": (dispatch.Row("pairs", 1),)}}
+    monkeypatch.setattr(dispatch, "table", lambda: rows)
+    (x, slots, weights, bank), _ = OPERATIONS["expert_mix"].workload("", TINY, 1, mx.bfloat16)
+    packing, kernels, runs = Packing.of(bank.flat), Kernels(), []
+
+    def step(*arrays):
+        runs.append(trials.tracing())
+        return kernels.expert_mix(x, slots, weights, _bank_of(arrays, bank))
+
+    found = trials.compiled(step)(*packing.arrays)
+    assert runs == [True, False, True]
+    again = trials.compiled(step)(*packing.arrays)
+    assert runs == [True, False, True, True]
+    assert mx.array_equal(found, again)
 
 
 # ---- What a trial runs on
