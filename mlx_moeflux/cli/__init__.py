@@ -27,7 +27,7 @@ COMMANDS = {
     "serve": "serve the protocols of OpenAI and Anthropic over HTTP",
     "cache_prompt": "process a prompt once, for later calls of generate",
     "convert": "write a checkpoint in another layout or quantisation",
-    "check": "compare stock operations and kernels with exact results on this machine",
+    "check": "compare operations with exact results on this machine, or a model with mlx-lm",
     "synthesize": "write a checkpoint of random weights in a published shape",
     "shapes": "list the published shapes for synthesize and benchmark",
     "trace": "draw or replay what generate --trace wrote",

@@ -1,4 +1,4 @@
-"""``mlx_moeflux check``: compare stock operations and kernels with exact results."""
+"""``mlx_moeflux check``: compare operations with exact results, and layers with mlx-lm's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 
+from mlx_moeflux.cli.common import add_load_arguments, add_model_arguments, model_or_bundled
+from mlx_moeflux.errors import InputError
+
 DTYPES = ("float32", "float16", "bfloat16")
 # Values of --operation for all stock operations, for all of the package, and for kernels that wait.
 STOCK, KERNELS, HANDSHAKE = "stock", "kernels", "handshake"
+MLX_LM = "mlx-lm"
 COMMAND = (sys.executable, "-m", "mlx_moeflux", "check")
 
 
@@ -26,11 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time sums over the ranks of mlx.launch, and print what plan --machines takes",
     )
+    parser.add_argument(
+        "--against",
+        choices=(MLX_LM,),
+        help="compare each layer of MODEL with stock mlx-lm, both against float32",
+    )
+    add_model_arguments(parser, text="of --against (default: the bundled model)")
+    add_load_arguments(parser, "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print two tables for each dtype, or a line on the handshake or the link of ranks; return 1 if
-    a stock operation or a kernel failed."""
+    """Print two tables for each dtype, the table of ``--against``, or a line on the handshake or
+    the link of ranks; return 1 if a stock operation, a kernel or a layer failed."""
+    if args.against is not None:
+        if args.operation is not None or args.dtype is not None or args.link:
+            raise InputError("--against takes a model; leave out --operation, --dtype and --link.")
+        return _check_against(args)
+    if args.model is not None or args.revision is not None:
+        raise InputError(f"MODEL and --revision are for --against {MLX_LM}; give that too.")
     if args.link:
         return _check_link()
     from mlx_moeflux.backend import describe_backend
@@ -110,6 +127,39 @@ def _check_link() -> int:
         speed = format_bytes(link.bytes_per_second).replace(" ", "")
         print(f"{ranks.size} ranks: --link {speed}/s --link-latency {1e3 * link.latency:.3g}")
     return 0
+
+
+def _check_against(args: argparse.Namespace) -> int:
+    """Print a line for each part of the model, as soon as it is compared."""
+    from tqdm import tqdm
+
+    from mlx_moeflux.checkpoint.hub import resolve
+    from mlx_moeflux.measure import against
+    from mlx_moeflux.tokenizer import load_tokenizer
+
+    model = model_or_bundled(args, "give a directory or a hub id")
+    path = resolve(model, revision=args.revision)
+    against.check_readable(path, strict_config=args.strict_config)
+    tokenizer = load_tokenizer(path)
+    silent = not sys.stderr.isatty()
+    with tqdm(bar_format="{desc}", leave=False, disable=silent) as bar:
+
+        def say(line: str) -> None:
+            bar.clear()
+            print(line, flush=True)
+
+        say(against.HEAD)
+        found = against.compare(
+            path,
+            tokenizer.encode(against.text())[: against.PROMPT],
+            reply=against.REPLY,
+            strict_config=args.strict_config,
+            found=lambda part: say(str(part)),
+            say=bar.set_description_str,
+        )
+    for line in found.lines(lambda token: tokenizer.decode([token])):
+        print(line)
+    return 0 if found.right else 1
 
 
 def _check_stock(dtype) -> int:

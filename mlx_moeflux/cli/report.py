@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from mlx_moeflux.cli.check import MLX_LM
 from mlx_moeflux.cli.common import add_load_arguments, add_model_arguments
 
 
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, text="also measure this checkpoint, instead of a synthetic one")
     add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
     add("--seconds", type=float, default=600, help="for everything, default %(default)s")
+    add("--against", choices=(MLX_LM,), help="also run check --against, on the same model")
     add_load_arguments(parser, "gguf_file", "strict_config")
 
 
@@ -35,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         model = str(resolve(args.model, revision=args.revision, gguf_file=args.gguf_file))
     with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
         folder = Path(name)
-        chosen = steps(folder, model, strict_config=args.strict_config)
+        options = {"strict_config": args.strict_config, "against": args.against}
+        chosen = steps(folder, model, **options)
         if args.allow_sleep:
             chosen = [replace(s, arguments=(*s.arguments, "--allow-sleep")) for s in chosen]
         silent = not sys.stderr.isatty()

@@ -111,9 +111,12 @@ class MachineReport:
         return "\n".join(lines) + "\n"
 
 
-def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> list[Step]:
+def steps(
+    folder: Path, model: str | None, *, strict_config: bool = True, against: str | None = None
+) -> list[Step]:
     """Return the steps in order. folder: For files. model: A checkpoint, or None for a synthetic
-    one of a few layers. strict_config: See ``load``."""
+    one of a few layers. strict_config: See ``load``. against: Of ``check``, for the checkpoint or
+    the bundled model; None: no such step."""
 
     def benchmark(name: str, title: str, seconds: float, *arguments: str) -> Step:
         out = ("--markdown", str(folder / f"{name}.md"))
@@ -121,6 +124,7 @@ def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> lis
 
     budgets = ("--expert-memory", "100%,50%,25%,12.5%")
     fewer = (*budgets[:1], "100%,50%,25%")
+    strict = () if strict_config else ("--no-strict-config",)
     found = [
         Step("check", "Stock operations and kernels", ("check",), 240),
         benchmark("bundled", "The bundled model", 120, "-p", str(PROMPT), *fewer),
@@ -136,10 +140,13 @@ def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> lis
         )
     else:
         compare = ("--compare", "mlx-lm") if util.find_spec("mlx_lm") else ()
-        strict = () if strict_config else ("--no-strict-config",)
         prompt = str(ON_GPU[-1])
         arguments = ("-p", prompt, "--model", model, "--expert-memory", "auto,25%", *strict)
         found.append(benchmark("model", "The checkpoint", 400, *arguments, *compare))
+    if against is not None:
+        named = () if model is None else ("--model", model, *strict)
+        arguments = ("check", "--against", against, *named)
+        found.append(Step("against", f"Layers against {against}", arguments, 3600))
     if device.kind() == "metal":
         found.append(
             Step("handshake", "Kernels that wait", ("check", "--operation", "handshake"), 180)

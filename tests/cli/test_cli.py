@@ -87,7 +87,7 @@ OPTIONS = {
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
         --placement --requantize --shard --no-mtp
     """,
-    "check": "--operation --dtype --link",
+    "check": "--against --dtype --link --model --no-strict-config --operation --revision",
     "plan": """
         --bits --model --context --expert-memory --json --link --link-latency --machines --memory
         --gguf-file --measure-disk --memory-gbps --revision --ssd-gbps
@@ -113,7 +113,7 @@ OPTIONS = {
     "policies": "",
     "shapes": "",
     "completion": "",
-    "report": "--model --out --seconds",
+    "report": "--against --model --out --seconds",
     "tune": "--budgets --kernels --max-tokens --model --out --repeats",
     "compare-quality": """
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other
@@ -141,6 +141,7 @@ STRICT = (
 # Command -> what it needs beside a model.
 WITH_A_MODEL = {
     "generate": [], "chat": [], "serve": ["--port", "0"], "benchmark": [], "report": [], "tune": [],
+    "check": ["--against", "mlx-lm"],
     "cache_prompt": ["--prompt", "a", "--prompt-cache-file", "file"],
     "convert": ["--out", "out"],
     "perplexity": ["--data-path", str(Path(__file__))],

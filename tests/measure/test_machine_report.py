@@ -120,12 +120,12 @@ def test_outputs_that_cannot_be_written_are_one_line_at_once(tmp_path, place):
 
 
 def test_the_command_writes_both_files(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(machine_report, "steps", lambda folder, model, strict_config: [GOOD])
+    monkeypatch.setattr(machine_report, "steps", lambda folder, model, **options: [GOOD])
     assert cli.main(["report", "--out", str(tmp_path / "mine")]) == 0
     assert "Policies" in capsys.readouterr().out
     assert (tmp_path / "mine.md").exists()
     assert json.loads((tmp_path / "mine.json").read_text())["format"] == 1
-    monkeypatch.setattr(machine_report, "steps", lambda folder, model, strict_config: [WRONG])
+    monkeypatch.setattr(machine_report, "steps", lambda folder, model, **options: [WRONG])
     assert cli.main(["report", "--out", str(tmp_path / "mine")]) == 1
     assert cli.main(["report", "--seconds", "nan"]) == 1
 
@@ -134,7 +134,8 @@ def test_the_command_writes_both_files(monkeypatch, tmp_path, capsys):
 def test_the_steps_are_commands_with_known_flags(tmp_path, model):
     import argparse
 
-    for step in machine_report.steps(tmp_path, model):
+    options = {"strict_config": False, "against": "mlx-lm"}
+    for step in machine_report.steps(tmp_path, model, **options):
         parser = argparse.ArgumentParser()
         cli.command_module(step.arguments[0]).add_arguments(parser)
         parser.parse_args(step.arguments[1:])

@@ -36,8 +36,9 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 REHEARSALS: dict[str, list[str]] = {}
 """Command, or another name of one -> tests that run it."""
-STEPS = ("check", "bundled", "synthetic", "model", "handshake", "tune")
-"""Of ``report``, which :func:`test_report` runs."""
+STEPS = ("check", "bundled", "synthetic", "model", "against", "handshake", "tune")
+"""Of ``report``. :func:`test_report` runs all but `against`, because mlx-lm would launch kernels of
+its own for the bundled model; :func:`test_check_against_mlx_lm` runs that one."""
 
 
 def rehearses(*commands: str):
@@ -69,7 +70,7 @@ def test_every_command_has_a_rehearsal():
 @pytest.mark.parametrize("model", [None, "somebody/model"])
 def test_every_step_of_the_report_has_a_rehearsal(tmp_path, monkeypatch, model):
     monkeypatch.setattr(device, "kind", lambda: "metal")
-    named = [step.name for step in machine_report.steps(tmp_path, model)]
+    named = [step.name for step in machine_report.steps(tmp_path, model, against="mlx-lm")]
     other = "model" if model is None else "synthetic"
     assert named == [name for name in STEPS if name != other]
 
@@ -253,6 +254,16 @@ def test_check_of_all_kernels(home):
 
 
 @pytest.mark.slow
+@rehearses("check")
+def test_check_against_mlx_lm(home, two_layers):
+    """A family for which mlx-lm has no kernels of its own, which cannot be emulated."""
+    done = on_mac(home, "check", "--against", "mlx-lm", str(two_layers / "deepseek-tiny"))
+    assert "4 of 4 parts are right" in done.stdout
+    assert "same bits streamed and resident" in done.stdout
+    assert number(done, "kernels launched") >= 10
+
+
+@pytest.mark.slow
 @rehearses("synthesize")
 def test_synthesized_model(home, tmp_path):
     made = ("synthesize", "--like", "qwen3.5-tiny", "--layers", "2", "--out", str(tmp_path / "s"))
@@ -355,7 +366,7 @@ def test_report(home, tmp_path, model):
     report = json.loads((tmp_path / "mac.json").read_text())
     by_name = {step["name"]: step for step in report["steps"]}
     other = "synthetic" if model else "model"
-    assert list(by_name) == [name for name in STEPS if name != other]
+    assert list(by_name) == [name for name in STEPS if name not in (other, "against")]
     assert {step["status"] for step in by_name.values()} == {"ok"}
     assert report["machine"]["system"] == "macOS 26.1"
     assert report["machine"]["GPU or CPU"].startswith("Apple M1")
