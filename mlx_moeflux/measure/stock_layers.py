@@ -113,7 +113,7 @@ class StockLayers:
         return mx.concatenate(found, axis=1)
 
     def _run(self, call: _Call, ids: mx.array, **options: Any) -> tuple[_Call, mx.array]:
-        """Call the model; nothing is evaluated, but what follows must be as exact."""
+        """Call the model with `call`; return both. Nothing is evaluated."""
         self._call = call
         with _on_the_cpu() if self._exact else nullcontext():
             return call, self._model(ids, **options)
@@ -134,9 +134,9 @@ def _opened(directory: Path, *, exact: bool) -> Any:
             if exact:
                 model.set_dtype(mx.float32)
             return model
-    # It raises AttributeError for weights that it does not know.
-    except (AttributeError, ValueError, KeyError, OSError) as error:
-        what = str(error).splitlines()[0]
+    # Of configs that lack its keys, of weights that it does not know, of damaged files.
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError, OSError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{directory}: mlx-lm cannot load this ({what}).") from error
 
 

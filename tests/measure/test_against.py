@@ -15,6 +15,7 @@ import pytest
 from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
+from mlx_moeflux.errors import CheckpointError
 from mlx_moeflux.experts.budget import Memory
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure import against
@@ -277,6 +278,14 @@ def test_what_mlx_lm_does_not_read_is_one_line(model, two_layers, tmp_path, caps
     given = ("--against", "mlx-lm")
     assert "which mlx-lm does not read" in refused(capsys, *given, str(packed))
     assert "mlx-lm has no " in refused(capsys, *given, str(two_layers / "qwen4-exp-tiny"))
+
+    def fails(*_, **options):
+        raise TypeError("ModelArgs lacks hidden_size\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_lm.utils.load_model", fails)
+        with pytest.raises(CheckpointError, match=r"cannot load this \(TypeError: .*hidden_size\)"):
+            StockLayers(BUNDLED_MODEL)
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
     err = refused(capsys, *given, str(BUNDLED_MODEL))
     assert "mlx-lm is not installed here; install it with" in err
