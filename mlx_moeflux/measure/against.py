@@ -26,7 +26,7 @@ PROMPT, REPLY = 64, 32
 # Our error by mlx-lm's. Float32 itself is not known better than to FLOOR.
 LIMIT, FLOOR = 2.0, 1e-5
 # Share of tokens whose last experts are so close that rounding chooses among them.
-CLOSE = 1 / 8
+CLOSE = 1 / 4
 LINE = "{:<10} {:>8} {:>8} {:>6}  {:<14} {:<10} {}"
 HEAD = LINE.format("part", "ours", "mlx-lm", "ratio", "other experts", "streamed", "verdict")
 # `Checkpoint.form` that mlx-lm does not read -> its name.
