@@ -168,8 +168,8 @@ def compare(
 
     The exact numbers are those of mlx-lm's own layers in float32 on the CPU, with the checkpoint's
     weights; see :class:`~mlx_moeflux.measure.stock_layers.StockLayers`. No code of this package and
-    no GPU takes part. Both sides compute in the dtype in which mlx-lm computes the checkpoint, the
-    prompt in one call and then token by token. Each layer is given what the exact layer before
+    no GPU takes part. Both sides compute in the dtype that mlx-lm takes for the checkpoint,
+    the prompt in one call and then token by token. Each layer is given what the exact layer before
     returned, rounded to that dtype, so that errors do not add up.
 
     The first token that differs is that of both sides' own numbers, each layer's output being the
