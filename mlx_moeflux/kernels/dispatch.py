@@ -6,9 +6,11 @@ implementations ("form") and the sizes from which on they are used.
 "us" holds microseconds measured at that size for those that were compared. An operation or a
 back end that is not listed takes the reference. "sdpa 64" has the rows of calls of head size 64;
 others take those of "sdpa". "measured" says where and when the rows of a back end were measured.
-Those of "metal" were not: one token takes kernels, and prompts take stock MLX where its result
-depends on no slots. ``mlx_moeflux tune --kernels`` measures; what it keeps for this GPU, version of
-MLX and of this package is used instead. ``$MOEFLUX_DISPATCH`` names another file.
+Those of "metal" in this package were not: one token takes kernels, and prompts take stock MLX where
+its result depends on no slots. They hold for calls that a trial does not time, and in a process
+that cannot keep a choice (:mod:`~mlx_moeflux.kernels.verify.trials`). ``mlx_moeflux tune
+--kernels`` measures all sizes; what it keeps for this GPU, version of MLX and of this package is
+used instead, and then trials time nothing. ``$MOEFLUX_DISPATCH`` names another file.
 """
 
 from __future__ import annotations
@@ -73,27 +75,18 @@ def read() -> dict[str, Any]:
     return read_json_object(TABLE, error=InputError)
 
 
+def is_shipped() -> bool:
+    """Return True if the table in use is the package's, which no measurement of this machine or of
+    the user stands in."""
+    named = os.environ.get(ENVIRONMENT)
+    return Path(named) == TABLE if named else not kept_file().exists()
+
+
 def kept_file() -> Path:
     """Return the file of what was measured on this GPU with these versions; it may not exist."""
     place = f"{verdicts.place()}, {__version__}"
     digest = hashlib.blake2b(place.encode(), digest_size=6).hexdigest()
     return user_cache.root() / f"dispatch-{digest}.json"
-
-
-def hint(backend: str) -> str:
-    """Return a line that says, once on each machine, that kernels were not measured there."""
-    operations = [of for name, of in read().items() if name != MEASURED]
-    if any("us" in row for of in operations for row in of.get(backend, ())):
-        return ""
-    if (marker := kept_file().with_suffix(".hinted")).exists():
-        return ""
-    with contextlib.suppress(OSError):
-        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        marker.touch()
-    return (
-        f"kernels were not measured on {verdicts.gpu()}: 'mlx_moeflux tune --kernels --model "
-        "MODEL' does it once, in a few minutes"
-    )
 
 
 def rows(operation: str, backend: str) -> tuple[Row, ...]:

@@ -24,6 +24,16 @@ Function = Callable[..., Any]
 Builder = Callable[[Sizes, int, Normal], Arguments]
 
 
+# Rows of one call that a fused step, or an implementation that joins rows of one sequence, computes
+# with the bits of single rows.
+STEP_ROWS = 4
+
+
+def is_prompt(rows: mx.array, *others: Any, **options: Any) -> bool:
+    """Return True for a call of more rows than steps have, which stock MLX may compute as well."""
+    return rows.shape[0] > STEP_ROWS
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute an operation, called like its reference.
@@ -93,6 +103,10 @@ class Operation:
     reference_joins: Whether the reference `joins`, as an implementation does.
     equal_rows: False if stock MLX on a GPU promises no row of the reference the same bits in
         another bank and beside other rows.
+    timed: Whether a trial times stock MLX beside an implementation, by the call's arguments, and
+        may take it: the bits of stock depend on no neighbour, it allocates little, and nothing else
+        computes such calls with the bits of the implementation, as a fused operation or one for
+        rows of a sequence does. None: never.
     floor: How many times the usual error of a trial an implementation may have where the reference
         is exact: more than 1 if it rounds where the reference computes in float32.
     example: A small call with every option; example_tokens: Tokens of it.
@@ -122,6 +136,7 @@ class Operation:
     rows: tuple[str, ...] = ()
     reference_joins: bool | Callable[..., bool] = False
     equal_rows: bool = True
+    timed: Callable[..., bool] | None = None
     floor: float = 1.0
     example_tokens: int = T
     forms: Mapping[str, Builder] = field(default_factory=dict)
@@ -147,6 +162,8 @@ class Operation:
             *["its tokens have no positions"] * (self.apart and not self.positions),
             *["its kinds have no names"] * (self.kind is None and set(self.workloads) != {""}),
             *["another implementation is called 'reference'"] * (REFERENCE in self.others),
+            *["stock MLX is timed and may not be taken"]
+            * (self.timed is not None and (bool(self.replaces) or not self.equal_rows)),
         ]
         for name, other in self.others.items():
             given = inspect.signature(other.function).parameters

@@ -124,7 +124,7 @@ class Dispatcher:
         )
         # What the choice was made for.
         self._backend: launcher.Backend | None = None
-        self._checks_first_use = False
+        self._checks_first_use = self._times = False
         self._generation = 0
         self._starts: Starts = []
         self._special: dict[str, Starts] = {}
@@ -207,8 +207,9 @@ class Dispatcher:
 
     def _try(self, best: tuple[str, Implementation] | None, args: tuple, kwargs: dict) -> Any:
         """Compute where an implementation runs only after its trial."""
+        timed = self._times and self._mode.measures
         try:
-            return trials.call(self.record, best, args, kwargs)
+            return trials.call(self.record, best, args, kwargs, timed=timed)
         except (ShapeError, UnsupportedError) as error:
             if best is None:
                 raise
@@ -296,6 +297,7 @@ class Dispatcher:
         backend = launcher.backend()
         self._backend, self._generation = backend, failures.Failed.generation
         self._checks_first_use = backend.checks_first_use
+        self._times = self._checks_first_use and dispatch.is_shipped()
         every = self._implementations.items()
         usable = {n: (n, one) for n, one in every if n != REFERENCE and not failures.failed(one)}
 
@@ -344,13 +346,22 @@ class Dispatcher:
         backend = launcher.backend().name
         general = dispatch.describe(dispatch.rows(self.name, backend))
         special = dispatch.special_rows(self.name, backend).items()
-        return general + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
+        text = general + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
+        return f"{text} (stock MLX where it was faster)" if self.stock_choices() else text
+
+    def stock_choices(self) -> list[str]:
+        """Return the keys of the sizes of calls for which trials found stock MLX to be faster."""
+        if self.choice != AUTO or not self._mode.measures:
+            return []
+        if not (launcher.backend().checks_first_use and dispatch.is_shipped()):
+            return []
+        return [key for key in verdicts.stock_choices() if key.startswith(f"{self.name}=")]
 
 
 class _Mode:
     """State that the operations of one :class:`Kernels` share."""
 
-    references_only = False
+    references_only, measures = False, True
 
 
 class Kernels:
@@ -385,10 +396,12 @@ class Kernels:
         return {name: op.active() for name, op in self._operations.items()}
 
     def identity(self) -> list[Any]:
-        """Return what decides which implementation computes a call: the choices, and what has
-        failed its trial on this GPU."""
+        """Return what decides which implementation computes a call: the choices, what has failed
+        its trial on this GPU, and where stock MLX was faster."""
         refused = verdicts.refused() if launcher.backend().checks_first_use else []
-        return [self.names(), [key for key in refused if key.partition("=")[0] in OPERATIONS]]
+        found = [self.names(), [key for key in refused if key.partition("=")[0] in OPERATIONS]]
+        stock = [key for op in self._operations.values() for key in op.stock_choices()]
+        return [*found, stock] if stock else found
 
     def fallbacks(self) -> list[str]:
         """Return a line for each implementation that "auto" chose and that refused, and for each
@@ -429,6 +442,11 @@ class Kernels:
         finally:
             for operation in watched:
                 operation._fixed = None
+
+    def measure_nothing(self) -> None:
+        """Take the table of kernels, whatever trials measured: other processes, which measure by
+        themselves, must compute the same bits."""
+        self._mode.measures = False
 
     def references_only(self, on: bool = True) -> None:
         """Use references instead of implementations chosen by name: training needs their

@@ -37,7 +37,6 @@ from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.generation.drafting import OFF, draws_on_heads, make_drafting
 from mlx_moeflux.generation.head_drafts import HeadDrafts
 from mlx_moeflux.generation.memory import parse_wired_memory
-from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading.heads import OpenedHead, open_head, without_head
@@ -261,6 +260,8 @@ def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
     kernels = options.kernels
     if not isinstance(kernels, Kernels):
         kernels = choose_kernels(kernels, check_values=options.check_values)
+    if options.distributed is not None:
+        kernels.measure_nothing()
     router = _router(kind, config, kernels, options)
     return Source(path, options, checkpoint, kind, config, kernels, router)
 
@@ -519,8 +520,6 @@ def _print_plan(model: DecoderModel, source: Source, placed: Placed) -> None:
             "original again to have them",
             file=sys.stderr,
         )
-    if unmeasured := dispatch.hint(device.backend().name):
-        print(unmeasured, file=sys.stderr)  # noqa: T201
 
 
 def _decoded(matrices: Mapping[str, tuple[str, int]], dtype: mx.Dtype) -> Iterator[str]:

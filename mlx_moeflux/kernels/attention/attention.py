@@ -29,6 +29,7 @@ alone decides; each is in a ``.metal`` file of its name:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -546,6 +547,20 @@ def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tupl
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
 
 
+# What stock MLX may allocate for scores: it keeps those of wide heads, of all queries and keys.
+MOST_SCORES = 128 << 20
+
+
+def is_timed(q: mx.array, k: mx.array, *others: Any, **options: Any) -> bool:
+    """Return True for prompts whose scores are few. One token has the bits of attention over pages,
+    of tokens that are chosen, and of rows of one sequence."""
+    length = options.get("length")
+    if q.shape[2] == 1 or isinstance(length, mx.array):
+        return False
+    keys = k.shape[2] if length is None else length
+    return math.prod(q.shape[:3]) * keys * q.dtype.size <= MOST_SCORES
+
+
 def call_of_size(s: Sizes, n: int, x: Normal, Dh: int, Dv: int, Hq: int, Hkv: int) -> Arguments:
     rows = s.keys + -(-n // s.step) * s.step  # buffers are larger than what they hold
     keys, values = x(s.B, Hkv, rows, Dh), x(s.B, Hkv, rows, Dv)
@@ -612,6 +627,7 @@ SDPA = Operation(
     positions={"k": 2, "v": 2},
     apart=True,
     rows=("q", "gate", "length"),
+    timed=is_timed,
     example=_example,
     workloads={
         "": lambda s, n, x: call_of_size(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),

@@ -208,6 +208,7 @@ NORM_ROPE = Operation(
     size=slice(1, 2),
     tokens=dict.fromkeys(("q", "k", "v"), 1),
     rows=("q", "k", "v", "offset"),
+    timed=lambda q, *others, **options: q.shape[1] > 1,
     shrunk=("q", "k"),
     example=_example,
     workloads={"": _workload},

@@ -16,7 +16,7 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.operation import Implementation, Operation, is_prompt
 from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
@@ -96,6 +96,7 @@ MOE_COMBINE = Operation(
     tokens=dict.fromkeys(("residual", "experts", "shared", "score"), 0),
     by_rows=True,
     reference_joins=True,
+    timed=is_prompt,
     example=_workload,
     example_tokens=examples.N,
     workloads={"": _workload},

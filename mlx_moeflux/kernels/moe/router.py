@@ -27,7 +27,7 @@ from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.operation import Implementation, Operation, is_prompt
 from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel, float_bits
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
@@ -184,6 +184,7 @@ SOFTMAX_TOP_K = Operation(
     by_rows=True,
     chooses=True,
     reference_joins=True,
+    timed=is_prompt,
     example=_softmax_workload,
     example_tokens=examples.N,
     workloads={"": _softmax_workload},
@@ -204,6 +205,7 @@ SIGMOID_TOP_K = Operation(
     by_rows=True,
     chooses=True,
     reference_joins=True,
+    timed=is_prompt,
     example=_sigmoid_workload,
     example_tokens=examples.N,
     workloads={"": _sigmoid_workload},

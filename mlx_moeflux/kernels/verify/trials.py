@@ -7,6 +7,12 @@ float32, which is the truth. The implementation passes if its result is finite e
 stock everywhere, and off from the truth by at most twice what stock is off. Stock operations have
 trials too, against an absolute limit; :mod:`mlx_moeflux.kernels.verify.verdicts` keeps verdicts.
 
+Where a record declares calls as ``timed``, an implementation that passed is then timed beside stock
+MLX, once for calls of a size, and stock MLX computes them where it is faster in every round. The
+choice is kept with the verdicts before the first result of such a call is used, and never made
+again, so that streamed and resident models follow the same one. The table of kernels holds where it
+cannot be kept, on a virtual GPU, and while the machine is busy.
+
 A trial runs on the arrays of the call, because only those have the shapes, the layout and the banks
 that will be used. A graph that ``mx.compile`` traces has no values; :func:`compiled` therefore runs
 a function once without tracing where an operation in it was never tried.
@@ -28,15 +34,16 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from mlx_moeflux._version import __version__
 from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels.examples import fresh_key
+from mlx_moeflux.kernels.examples import Arguments, fresh_key
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.nested import arrays, describe
 from mlx_moeflux.kernels.operation import REFERENCE, Function, Implementation, Operation
 from mlx_moeflux.kernels.runtime import device, launcher
-from mlx_moeflux.kernels.verify import failures, verdicts
-from mlx_moeflux.kernels.verify.verdicts import Verdict
+from mlx_moeflux.kernels.verify import failures, timing, verdicts
+from mlx_moeflux.kernels.verify.verdicts import Choice, Verdict
 
 # What stock MLX may be off, root mean square by root mean square; a wrong operation is off by more
 # than a tenth.
@@ -67,13 +74,17 @@ POSITIONS = 256
 # What an argument is shrunk by.
 SHRINKAGE = 1 / 16
 
+# Bytes of the arrays of a call that is timed, at most: stock MLX may allocate as much again. A call
+# of which one takes more seconds is not timed: a prompt has few of them.
+MOST_TIMED, LONGEST = 64 << 20, 0.025
+
 
 class _State(threading.local):
     """tracing: A graph without values is being built. pending: Keys of variants in it that need a
-    trial. rehearsing: It is being run for its trials. references: Only stock operations may be
-    used."""
+    trial. untimed: A choice in it needs times. rehearsing: It is being run for its trials.
+    references: Only stock operations may be used."""
 
-    tracing = rehearsing = references = False
+    tracing = untimed = rehearsing = references = False
     pending: frozenset[str] = frozenset()
 
 
@@ -138,9 +149,12 @@ def call(
     found: tuple[str, Implementation] | None,
     args: tuple,
     kwargs: dict[str, Any],
+    *,
+    timed: bool = False,
 ) -> Any:
     """Compute an operation by `found`, a name and an implementation, by stock MLX where that fails
-    its trial or is None, or by one of `others` where stock fails.
+    its trial or is None, or by one of `others` where stock fails. timed: Stock MLX may compute
+    where it is faster.
 
     Raises:
         ShapeError, UnsupportedError: `found` does not take these arguments.
@@ -152,6 +166,8 @@ def call(
     if found is not None:
         result, right = launched(operation, *found, args, kwargs)
         if right:
+            if timed and _stock_is_faster(operation, *found, args, kwargs):
+                return reference(*args, **kwargs)
             return result
     if operation.composed and kwargs.get("steps") is not None:
         return reference(*args, **kwargs)
@@ -190,6 +206,87 @@ def launched(
     key = _key(operation.name, name, sorted(set(launches)) or _shapes(args, kwargs))
     texts = ", ".join(sorted({launch[0] for launch in launches}))
     return result, _verdict(key, operation, name, args, kwargs, texts).ok
+
+
+def _stock_is_faster(
+    operation: Operation,
+    name: str,
+    implementation: Implementation,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Return True if stock MLX is right and computes calls of this size faster than `name`, which
+    is right: what was chosen, else what their times say."""
+    if operation.timed is None or not operation.timed(*args, **kwargs):
+        return False
+    every = [args, list(kwargs.values())]
+    if _bytes(every) > MOST_TIMED:
+        return False
+    kind = "" if operation.kind is None else operation.kind(*args)
+    key = f"{_key(operation.name, name, [__version__, kind, *_sizes(every)])} beside stock"
+    if (chosen := verdicts.choice(key)) is None:
+        if _state.tracing or not _have_values(every):
+            _state.untimed |= _state.tracing
+            return False
+        chosen = _chosen(key, operation, name, implementation, args, kwargs)
+    if not chosen.stock:
+        return False
+    stock = _key(operation.name, REFERENCE, _shapes(args, kwargs))
+    return _verdict(stock, operation, REFERENCE, args, kwargs, "").ok
+
+
+def _chosen(
+    key: str,
+    operation: Operation,
+    name: str,
+    implementation: Implementation,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Choice:
+    """Time an implementation beside stock MLX on the arguments of a call and keep the choice."""
+    if verdicts.is_virtual():
+        return verdicts.leave(key, "the GPU is virtual")
+    if not verdicts.can_keep():
+        return verdicts.leave(key, "there is no folder for the choice")
+    both = {name: implementation.function, REFERENCE: operation.reference}
+    refusals: list[str] = []
+    calls = _rotated(operation, args, kwargs)
+    times = timing.times(both, calls, longest=LONGEST, report=refusals.append)
+    if refusals:
+        return verdicts.leave(key, refusals[0])
+    if not times:
+        return verdicts.choose(key, Choice(False, reason=f"a call takes more than {LONGEST} s"))
+    if not timing.is_quiet(times):
+        return verdicts.leave(key, "the machine was busy")
+    us = {n: float(f"{1e6 * timing.median(each):.3g}") for n, each in times.items()}
+    return verdicts.choose(key, Choice(timing.is_faster(times[REFERENCE], times[name]), us))
+
+
+def _rotated(operation: Operation, args: tuple, kwargs: dict[str, Any]) -> list[Arguments]:
+    """Return calls with the same numbers to take turns with, evaluated: each has caches of its own.
+    Other arguments of calls that are timed were computed just before, in a model too."""
+    if not operation.positions:
+        return [(args, kwargs)]
+    call = signature(operation.reference).bind(*args, **kwargs)
+    caches = {name: call.arguments[name] for name in operation.positions}
+    most = timing.ROTATED // sum(array.nbytes for array in caches.values())
+    calls: list[Arguments] = []
+    for _ in range(max(1, min(timing.MANY, most))):
+        own: Any = {name: array + mx.zeros((), array.dtype) for name, array in caches.items()}
+        mx.eval(list(own.values()))
+        bound = BoundArguments(call.signature, call.arguments | own)
+        calls.append((bound.args, bound.kwargs))
+    return calls
+
+
+def _sizes(value: Any) -> list[Any]:
+    """Return what decides which of two implementations is faster: dtypes, lengths within a factor
+    of two, and words."""
+    if isinstance(value, (tuple, list)):
+        return [size for entry in value for size in _sizes(entry)]
+    if isinstance(value, str | bool | None):
+        return [value]
+    return [(str(a.dtype), [(n - 1).bit_length() for n in a.shape]) for a in arrays(value)]
 
 
 def _key(operation: str, name: str, variant: Any) -> str:
@@ -288,7 +385,7 @@ class compiled:  # called like mx.compile
         `inputs`. repeated: Called when the function has run a second time, parts of which were
         evaluated."""
         outputs = self._run(*inputs)
-        if _state.pending:
+        if _state.pending or _state.untimed:
             ready()
             _state.rehearsing = True
             try:
@@ -296,9 +393,10 @@ class compiled:  # called like mx.compile
             finally:
                 _state.rehearsing = False
             repeated()
-            self._run, _state.pending = mx.compile(_traced(self._function)), frozenset()
+            self._run = mx.compile(_traced(self._function))
+            _state.pending, _state.untimed = frozenset(), False
             outputs = self._run(*inputs)
-            _state.pending = frozenset()
+            _state.pending, _state.untimed = frozenset(), False
         return outputs
 
 

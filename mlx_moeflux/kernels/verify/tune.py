@@ -1,9 +1,9 @@
 """Measures which implementation of each operation is the fastest here, and from which size on.
 
 Calls are those of a model, or have published sizes. Each implementation that the back end runs is
-timed at each size; one takes over where it is faster than the one before it, at first the
-reference, by :data:`MARGIN`. One that is :data:`HOPELESS` times slower than the best is not timed
-at larger sizes. The machine should do nothing else meanwhile.
+timed at each size, as a trial times two (:mod:`~mlx_moeflux.kernels.verify.timing`); one takes over
+where it is faster in every round than the one before it, at first the reference. One that is
+hopelessly slow is not timed at larger sizes. The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,17 +22,13 @@ from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import LARGE, SMALL, Arguments
+from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.operation import REFERENCE, Implementation, row_name
 from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.verify import timing
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
-MARGIN, HOPELESS = 0.1, 8.0
-# Of one measurement, and of one call that is still repeated.
-SECONDS, LONGEST = 0.02, 0.2
-# Noise makes a slope zero or negative.
-RESOLUTION = 1e-7
-ROUNDS = 3
 
 Report = Callable[[str], None]
 
@@ -68,9 +63,9 @@ def tune(
             raise InputError(f"'{name}' cannot be measured; there are {', '.join(there)}.")
     table, backend = dispatch.read(), launcher.backend().name
     for name in wanted:
-        times = measure(name, _published(name) if calls is None else calls[name].items(), report)
-        if times:
-            table.setdefault(name, {})[backend] = rows(times)
+        found = measure(name, _published(name) if calls is None else calls[name].items(), report)
+        if found:
+            table.setdefault(name, {})[backend] = rows(found)
     place = mx.device_info().get("device_name", "CPU") if _gpu() else "CPU"
     version = mx.__version__  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
     measured_on = f"{place}, MLX {version}, {time.strftime('%Y-%m-%d', time.gmtime())}"
@@ -78,44 +73,49 @@ def tune(
     return table
 
 
-def rows(times: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Tokens -> name -> seconds, as rows: another name wherever one is faster by the margin than
+def rows(found: Mapping[int, timing.Times]) -> list[dict[str, Any]]:
+    """Tokens -> times, as rows: another name wherever the fastest is faster in every round than
     that before it; at first than the reference."""
-    found: list[dict[str, Any]] = []
-    for tokens, by_name in sorted(times.items()):
-        now, best = found[-1]["form"] if found else REFERENCE, min(by_name, key=by_name.__getitem__)
-        if now in by_name and by_name[best] > (1 - MARGIN) * by_name[now]:
+    table: list[dict[str, Any]] = []
+    for tokens, times in sorted(found.items()):
+        us = {n: float(f"{1e6 * timing.median(each):.3g}") for n, each in sorted(times.items())}
+        now, best = table[-1]["form"] if table else REFERENCE, min(us, key=us.__getitem__)
+        if now in times and not timing.is_faster(times[best], times[now]):
             best = now
-        if found and best == now:
+        if table and best == now:
             continue
-        us = {n: float(f"{1e6 * t:.3g}") for n, t in sorted(by_name.items())}
-        found.append({"form": best, "from": tokens if found else 1, "us": us})
-    return found
+        table.append({"form": best, "from": tokens if table else 1, "us": us})
+    return table
 
 
 def measure(
     name: str, calls: Iterable[tuple[int, Sequence[Arguments]]], report: Report
-) -> dict[int, dict[str, float]]:
-    """Return tokens -> implementation -> seconds; nothing if there is but one implementation.
+) -> dict[int, timing.Times]:
+    """Return tokens -> times; nothing if there is but one implementation.
 
     calls: Tokens, and calls to take turns with, by ascending tokens.
     """
     operation = OPERATIONS[name.partition(" ")[0]]
-    runs = {n: each for n, each in operation.implementations.items() if _runs(each)}
+    runs = {n: each.function for n, each in operation.implementations.items() if _runs(each)}
     if not (operation.equal_rows or isinstance(launcher.backend(), launcher.NoBackend)):
         del runs[REFERENCE]
-    found: dict[int, dict[str, float]] = {}
+    found: dict[int, timing.Times] = {}
     if len(runs) < 2:
         return {}
     for tokens, rotated in calls:
-        by_name = seconds(
-            runs, rotated, report=lambda line, n=tokens: report(f"{name} {n}: {line}")
-        )
-        if not by_name:
+
+        def told(line: str, n: int = tokens) -> None:
+            report(f"{name} {n}: {line}")
+
+        times = timing.times(runs, rotated, report=told)
+        if not times:
             continue
-        found[tokens] = by_name
-        best = min(by_name.values())
-        runs = {n: each for n, each in runs.items() if by_name.get(n, 0.0) <= HOPELESS * best}
+        found[tokens], medians = times, {n: timing.median(each) for n, each in times.items()}
+        told(", ".join(f"{n} {1e6 * t:.1f}" for n, t in medians.items()) + " us")
+        if not timing.is_quiet(times):
+            told("the machine does something else")
+        most = timing.HOPELESS * min(medians.values())
+        runs = {n: each for n, each in runs.items() if medians.get(n, 0.0) <= most}
     return found
 
 
@@ -127,45 +127,9 @@ def _published(name: str) -> Iterator[tuple[int, list[Arguments]]]:
     record = OPERATIONS[operation]
     for tokens in TOKENS[device][: 1 if record.size is None else None]:
         number = 8 if tokens <= 64 else 2
-        yield tokens, [record.workload(kind, sizes, tokens, dtype) for _ in range(number)]
-
-
-def seconds(
-    implementations: Mapping[str, Implementation], calls: Sequence[Arguments], *, report: Report
-) -> dict[str, float]:
-    """Return implementation -> seconds of one call: the median of slopes over the number of calls
-    in one evaluation. Implementations alternate, so that a machine that slows down slows all alike.
-    Those that refuse the call are left out."""
-
-    def run(name: str, count: int) -> float:
-        outputs, start = [], time.perf_counter()
-        for i in range(count):
-            args, kwargs = calls[i % len(calls)]
-            outputs.append(implementations[name](*args, **kwargs))
-        # On a CPU some compute while they are called; a GPU's host is busy elsewhere.
-        start = time.perf_counter() if gpu else start
-        mx.eval(outputs)
-        mx.synchronize()
-        return time.perf_counter() - start
-
-    gpu, once, slopes = _gpu(), {}, {}
-    for name in implementations:
-        try:
-            run(name, len(calls))  # compiles, and evaluates the arguments
-            once[name], slopes[name] = run(name, 1), []
-        except (RuntimeError, ValueError) as error:
-            # Metal raises ValueError for too many threads, and so do shapes that one refuses.
-            report(f"{name} refuses: {str(error).splitlines()[0]}")
-    for _ in range(ROUNDS):
-        for name, whole in once.items():
-            if whole > LONGEST:
-                slopes[name].append(run(name, 1))
-                continue
-            more = max(2, min(200, round(SECONDS / whole)))
-            slopes[name].append((run(name, 1 + more) - run(name, 1)) / more)
-    found = {name: max(statistics.median(times), RESOLUTION) for name, times in slopes.items()}
-    report(", ".join(f"{name} {1e6 * t:.1f}" for name, t in found.items()) + " us")
-    return found
+        calls = [record.workload(kind, sizes, tokens, dtype) for _ in range(number)]
+        mx.eval(arrays([[args, list(kwargs.values())] for args, kwargs in calls]))
+        yield tokens, calls
 
 
 def write(table: Mapping[str, Any], file: str | os.PathLike[str]) -> None:

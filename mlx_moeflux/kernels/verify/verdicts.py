@@ -1,7 +1,9 @@
-"""Verdicts on variants of kernels, kept for a GPU, a version of MLX and a build of macOS.
+"""Verdicts on variants of kernels, kept for a GPU, a version of MLX and a build of macOS; and, for
+sizes of calls, whether stock MLX was faster.
 
 Metal's compiler is a part of macOS, so another build asks again. A trial that is running has a file
-of its own: one whose process died twice in it is a bad one, and is not begun a third time.
+of its own: one whose process died twice in it is a bad one, and is not begun a third time. Of what
+was timed the first process that keeps a choice decides for all.
 """
 
 from __future__ import annotations
@@ -44,11 +46,25 @@ class Verdict:
     launched: str = ""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What computes calls of a size, an implementation or stock MLX, which both are right.
+
+    stock: True for stock MLX. us: Microseconds of a call by name, if they were measured. reason:
+    Why the table of kernels stands without a measurement.
+    """
+
+    stock: bool
+    us: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
 @dataclass
 class _Known:
-    """Verdicts of this process. read: True if those of the files are among them."""
+    """Verdicts and choices of this process. read: True if those of the files are among them."""
 
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
     read: bool = False
 
 
@@ -57,13 +73,26 @@ _known = _Known()
 
 def get(key: str) -> Verdict | None:
     """Return the verdict on a variant, of this process or an earlier one."""
-    if not _known.read:
-        _known.read = True
-        _count_deaths()
-        for name, entry in _entries(_read()).items():
-            if (verdict := _verdict(entry)) is not None:
-                _known.verdicts.setdefault(name, verdict)
+    _read_once()
     return _known.verdicts.get(key)
+
+
+def choice(key: str) -> Choice | None:
+    """Return the choice for calls of a size, of this process or an earlier one."""
+    _read_once()
+    return _known.choices.get(key)
+
+
+def _read_once() -> None:
+    if _known.read:
+        return
+    _known.read = True
+    _count_deaths()
+    for name, entry in _entries(_read()).items():
+        if (verdict := _verdict(entry)) is not None:
+            _known.verdicts.setdefault(name, verdict)
+        if (chosen := _choice(entry)) is not None:
+            _known.choices.setdefault(name, chosen)
 
 
 def put(key: str, verdict: Verdict) -> None:
@@ -72,15 +101,54 @@ def put(key: str, verdict: Verdict) -> None:
     _update(key, lambda before: asdict(verdict))
 
 
+def choose(key: str, chosen: Choice) -> Choice:
+    """Keep a choice for this process and later ones, and return what holds: that of another process
+    that was earlier, and no stock MLX where it cannot be kept."""
+    with _locked() as alone:
+        content = _read()
+        entries = _entries(content)
+        if (earlier := _choice(entries.get(key, {}))) is not None:
+            chosen = earlier
+        else:
+            content[place()] = entries | {key: asdict(chosen)}
+            if not (alone and _write(file(), content)):
+                chosen = Choice(False, chosen.us, "the choice cannot be kept")
+    _known.choices[key] = chosen
+    return chosen
+
+
+def leave(key: str, reason: str) -> Choice:
+    """Take the table of kernels for calls of a size in this process alone, and return that choice.
+    Later processes may measure."""
+    _known.choices[key] = chosen = Choice(False, reason=reason)
+    return chosen
+
+
+def can_keep() -> bool:
+    """Return True if the file of verdicts can be written."""
+    folder = file().parent
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
 def refused() -> list[str]:
     """Return the variants that failed their trials here, for the identity of saved states."""
-    get("")
+    _read_once()
     return sorted(key for key, verdict in _known.verdicts.items() if not verdict.ok)
+
+
+def stock_choices() -> list[str]:
+    """Return the sizes of calls for which stock MLX was faster here, for the identity of saved
+    states."""
+    _read_once()
+    return sorted(key for key, chosen in _known.choices.items() if chosen.stock)
 
 
 def forget() -> None:
     """Know nothing but the files, as a new process."""
     _known.verdicts.clear()
+    _known.choices.clear()
     _known.read = False
 
 
@@ -93,12 +161,24 @@ def _verdict(entry: dict[str, Any]) -> Verdict | None:
         return None
 
 
+def _choice(entry: dict[str, Any]) -> Choice | None:
+    try:
+        return Choice(**{n: entry[n] for n in ("stock", "us", "reason")})
+    except KeyError:
+        return None
+
+
 # ---- Places
 
 
 def gpu() -> str:
     """Return the device's name."""
     return str(mx.device_info().get("device_name", "unknown GPU"))
+
+
+def is_virtual() -> bool:
+    """Return True if the GPU is one of a virtual machine on macOS: others share what it is."""
+    return "paravirtual" in gpu().lower()
 
 
 def place() -> str:
@@ -149,16 +229,17 @@ def _update(key: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Non
 
 
 @contextlib.contextmanager
-def _locked() -> Iterator[None]:
-    """Keep other processes from the file; where nothing can be locked, do not."""
+def _locked() -> Iterator[bool]:
+    """Keep other processes from the file; where nothing can be locked, do not, and give False."""
     with contextlib.ExitStack() as stack:
+        alone = False
         with contextlib.suppress(OSError):
             file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = stack.enter_context(file().with_suffix(".lock").open("a"))
             until = time.monotonic() + LOCK_SECONDS
-            while not _lock(lock.fileno()) and time.monotonic() < until:
+            while not (alone := _lock(lock.fileno())) and time.monotonic() < until:
                 time.sleep(0.005)
-        yield
+        yield alone
 
 
 def _lock(descriptor: int) -> bool:
@@ -170,10 +251,13 @@ def _lock(descriptor: int) -> bool:
         return False
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: Any) -> bool:
+    """Write a file and return True; return False where none can be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         user_cache.write(path, json.dumps(content, indent=1).encode())
+        return True
+    return False
 
 
 @contextlib.contextmanager

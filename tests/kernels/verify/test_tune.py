@@ -13,7 +13,7 @@ from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import Sizes
 from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
-from mlx_moeflux.kernels.verify import tune
+from mlx_moeflux.kernels.verify import timing, tune
 from mlx_moeflux.kernels.verify.trials import largest_error
 from mlx_moeflux.loading import BUNDLED_MODEL, load
 from mlx_moeflux.measure import model_calls
@@ -49,7 +49,9 @@ def test_a_form_takes_over_where_it_is_faster_by_the_margin():
         8: {"reference": 10e-6, "b": 7e-6},
         16: {"reference": 5e-6, "b": 7e-6},
     }
-    found = tune.rows(times)
+    rounds = {n: {name: [t] * timing.ROUNDS for name, t in of.items()} for n, of in times.items()}
+    rounds[8]["a"] = [1e-6] * (timing.ROUNDS - 1) + [6.9e-6]  # not in every round
+    found = tune.rows(rounds)
     assert [(r["form"], r["from"]) for r in found] == [
         ("reference", 1), ("b", 2), ("reference", 16)
     ]  # fmt: skip
@@ -60,14 +62,14 @@ def test_a_form_takes_over_where_it_is_faster_by_the_margin():
 def test_stock_mlx_is_never_chosen_for_experts_on_a_gpu(name, monkeypatch):
     tried = []
 
-    def seconds(implementations, calls, *, report):
+    def times(implementations, calls, *, report):
         tried.append(set(implementations))
         return {
-            implementation: 1e-6 if implementation == "reference" else 1e-3
+            implementation: [1e-6 if implementation == "reference" else 1e-3] * timing.ROUNDS
             for implementation in implementations
         }
 
-    monkeypatch.setattr(tune, "seconds", seconds)
+    monkeypatch.setattr(timing, "times", times)
     with emulated(name=name):
         for operation in ("expert_mix", "moe_combine"):
             tune.measure(operation, [(1, [])], print)
@@ -105,7 +107,6 @@ def test_the_command_writes_a_table_that_is_used(own_table, capsys, tmp_path, mo
                                       "cuda": [{"form": "fused", "from": 1}]}})  # fmt: skip
     monkeypatch.setattr(tune, "TOKENS", {"cpu": (1, 3)})
     monkeypatch.setattr(tune, "SMALL", TINY)
-    monkeypatch.setattr(tune, "SECONDS", 0.1)  # a slope of few calls is noise on a busy machine
     assert main(["tune", "--kernels", "delta_mixer", "--out", str(tmp_path / "new.json")]) == 0
     new = json.loads((tmp_path / "new.json").read_text())
     row = new["delta_mixer"]["cpu"][0]
@@ -137,7 +138,7 @@ def machine(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("machine")
 def test_a_models_own_calls_are_measured_and_the_table_kept(monkeypatch, capsys):
     monkeypatch.setattr(model_calls.calls_of, "__defaults__", ((1, 3),))
-    monkeypatch.setattr(tune, "SECONDS", 0.001)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     assert main(["tune", "--kernels", "--model", str(BUNDLED_MODEL), "--budgets", "50%"]) == 0
     assert str(dispatch.kept_file()) in capsys.readouterr().out
     dispatch.table.cache_clear()
@@ -161,13 +162,6 @@ def test_the_calls_of_a_model_are_its_own(monkeypatch):
     assert {x.shape[-1] for (x, *_), _ in calls["moe_step"][1]} == {model.config.hidden_size}
     assert model.compile_steps is None
     assert mx.array_equal(model(mx.array([[1, 2, 3]])), before)
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_machine_without_times_is_told_once():
-    assert dispatch.hint("cuda") == dispatch.hint("cpu") == ""
-    assert "tune --kernels --model" in dispatch.hint("metal")
-    assert dispatch.hint("metal") == ""
 
 
 def test_a_table_that_names_a_form_that_is_gone_is_one_line(own_table):
@@ -195,18 +189,3 @@ def test_a_kind_of_call_has_rows_of_its_own(own_table):
     for width, T, implementation in ((64, 8, fused), (64, 9, reference), (32, 9, fused)):
         q = mx.zeros((1, 2, T, width))
         assert op.implementation(q, q, q, scale=1.0, mask=None) is implementation
-
-
-@pytest.mark.parametrize("error", [RuntimeError("does not compile"), ValueError("640 threads")])
-def test_a_form_that_metal_refuses_is_left_out(error):
-    """Metal raises ValueError where a threadgroup has too many threads."""
-    said = []
-
-    def refused(x):
-        raise error
-
-    found = tune.seconds(
-        {"reference": mx.abs, "kernel": refused}, [((mx.ones((3,)),), {})], report=said.append
-    )
-    assert found.keys() == {"reference"}
-    assert f"kernel refuses: {error}" in said[0]
