@@ -66,7 +66,45 @@ def test_safe_uses_references_eager_steps_and_no_prefetch():
         assert model.store.stats().total.proposed == 0
 
 
-@pytest.mark.parametrize("option", [{"kernels": "auto"}, {"prefetch": "ahead"}])
+def test_stock_computes_the_experts_of_prompts_alone():
+    """On the CPU stock is the reference."""
+    tokens, found = mx.arange(40)[None], {}
+    options = {
+        "stock": {"prompt_kernels": "stock"},
+        "auto": {},
+        "named": {"kernels": "auto,expert_mix=reference"},
+    }
+    for name, given in options.items():
+        with load_model(BUNDLED_MODEL, **given) as model:
+            cache = model.make_cache()
+            prompt = model(tokens, cache)
+            # A step behind another prompt, whose bits no choice changes.
+            short = model.make_cache()
+            model(tokens[:, :9], short)
+            found[name] = np.array(prompt), np.array(model(tokens[:, :1], short))
+            if name == "stock":
+                marks, stats = model.store.stats().lossy, str(model.store.stats())
+                assert marks == [
+                    "prompt_kernels stock: not the same bits at every memory for experts"
+                ]
+                assert f"lossy: {marks[0]}" in stats
+                identity = model.state_spec().identity
+            elif name == "auto":
+                assert not model.store.stats().lossy
+                assert model.state_spec().identity != identity
+    assert np.array_equal(found["stock"][0], found["named"][0])
+    assert not np.array_equal(found["stock"][0], found["auto"][0])
+    assert np.array_equal(found["stock"][1], found["auto"][1])
+
+
+def test_stock_for_prompts_and_a_name_contradict_each_other():
+    with pytest.raises(InputError, match="expert_mix is chosen by name, 'blas', for prompts too"):
+        load_model(BUNDLED_MODEL, kernels="auto,expert_mix=blas", prompt_kernels="stock")
+
+
+@pytest.mark.parametrize(
+    "option", [{"kernels": "auto"}, {"prefetch": "ahead"}, {"prompt_kernels": "stock"}]
+)
 def test_safe_excludes_other_choices(option):
     with pytest.raises(InputError, match="safe excludes"):
         load_model(BUNDLED_MODEL, safe=True, **option)
@@ -238,6 +276,7 @@ class Short(MemoryReader):
         ("max_context is 1.5; give an integer", {"max_context": 1.5}),
         ("safe is 'no'; give True or False", {"safe": "no"}),
         ("fuse is 1; give True or False", {"fuse": 1}),
+        ("prompt_kernels is 'fast'; give 'auto' or 'stock'", {"prompt_kernels": "fast"}),
         (r"events is called as \(event\): too many", {"events": lambda: None}),
         ("kv_bits is '8'; give an integer", {"kv_bits": "8"}),
         ("reader 'str' has no method 'layout'", {"reader": "x"}),

@@ -149,9 +149,14 @@ class ExpertCompute:
         pair = None if mix.pair_bytes is None else mix.pair_bytes(bank, dtype)
         return max(1, self.pairs_at_once(bank, pair) // weights.shape[1])
 
-    def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
+    def rows(
+        self, x: mx.array, slots: mx.array, bank: ExpertBank, mix: Implementation | None = None
+    ) -> mx.array:
         """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there,
-        and where `x` and the bank have other floats."""
+        and where `x` and the bank have other floats. mix: Computes many rows, in float32."""
+        ones = mx.ones((x.shape[0], 1))
+        if mix is not None and mix.takes_call(x, None, ones, bank):
+            return mix.function(x, slots[:, None], ones, bank)
         if device.kind() == "cpu" or needs_cast(bank, x.dtype):
             x = x.astype(mx.float32)
         return expert_ffn(x, slots, bank)
@@ -340,11 +345,12 @@ class ExpertSum:
         if mix is not None and mix.adds is not None:
             self._add_on_host(mix.adds, pairs, slot_of, bank)
             return
-        if mix is not None:
+        if mix is not None and not mix.mixes_rows:
             self._mix(mix, pairs, slot_of, bank)
             return
-        if not needs_cast(bank, self.x.dtype):
-            self._add_chunks(pairs, slot_of, bank, cast=False)
+        if mix is not None or not needs_cast(bank, self.x.dtype):
+            # Where rows are mixed, absent pairs would be computed too.
+            self._add_chunks(pairs, slot_of, bank, mix=mix)
             return
         experts = np.unique(pairs.expert)
         group = max(1, self.compute.take_bytes // block_bytes(bank))
@@ -405,7 +411,15 @@ class ExpertSum:
             self.evaluate()
         self._started = True
 
-    def _add_chunks(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
+    def _add_chunks(
+        self,
+        pairs: Pairs,
+        slot_of: np.ndarray,
+        bank: ExpertBank,
+        *,
+        cast: bool = False,
+        mix: Implementation | None = None,
+    ) -> None:
         if not len(pairs):
             return
         firsts, counts = np.unique(pairs.token, return_index=True, return_counts=True)[1:]
@@ -415,16 +429,23 @@ class ExpertSum:
         starts = np.append(firsts[np.flatnonzero(np.diff(chunk_of, prepend=-1))], len(pairs))
         for start, stop in pairwise(starts):
             self._next_step()
-            self._add_chunk(pairs.where(slice(start, stop)), slot_of, bank, cast)
+            self._add_chunk(pairs.where(slice(start, stop)), slot_of, bank, cast, mix)
 
-    def _add_chunk(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
+    def _add_chunk(
+        self,
+        pairs: Pairs,
+        slot_of: np.ndarray,
+        bank: ExpertBank,
+        cast: bool,
+        mix: Implementation | None,
+    ) -> None:
         slots = slot_of[pairs.expert]
         if cast:
             chosen, slots = np.unique(slots, return_inverse=True)
             bank = bank.take(indices(chosen), mx.float32)
         order = np.argsort(slots, kind="stable")
         rows = self.x[indices(pairs.token[order])]
-        out = self.compute.rows(rows, indices(slots[order]), bank)  # [P, C]
+        out = self.compute.rows(rows, indices(slots[order]), bank, mix)  # [P, C]
         grid, weights = self._grid(pairs, order)
         out = mx.concatenate([out, mx.full((1, out.shape[1]), -0.0, out.dtype)])
         out, weights = out[indices(grid)], self._weights[indices(weights)]  # [n, R, C], [n, R]

@@ -47,6 +47,8 @@ class Implementation:
     adds: Adds the terms of some pairs to an array of the host, for a call that is made in parts;
         None: it cannot.
     exchanges: Bank -> whether it takes `exchange` with it; None: it never does.
+    mixes_rows: Whether the bits of a row depend on the rows beside it, and on the slots of a bank.
+        Nothing takes it but a switch or its name.
     joins: Whether each of up to four rows of a call has the bits of a call by itself, or, by the
         call's arguments, whether it has; see :mod:`~mlx_moeflux.kernels.rows`.
     """
@@ -58,6 +60,7 @@ class Implementation:
     pair_bytes: Callable[..., int] | None = None
     adds: Callable[..., None] | None = None
     exchanges: Callable[..., bool] | None = None
+    mixes_rows: bool = False
     joins: bool | Callable[..., bool] = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +69,10 @@ class Implementation:
     def implementation(self, *args: Any, **kwargs: Any) -> Implementation:
         """Return itself: it may stand where one is chosen for a call."""
         return self
+
+    def takes_call(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False if it says beforehand that it refuses a call with these arguments."""
+        return self.takes is None or self.takes(*args, **kwargs)
 
     def joins_rows(self, *args: Any, **kwargs: Any) -> bool:
         """Return True if each row of a call with these arguments has the bits of one by itself."""

@@ -126,6 +126,8 @@ class Dispatcher:
         self._backend: launcher.Backend | None = None
         self._checks_first_use = self._times = False
         self._generation = 0
+        # Name and implementation that "auto" takes for prompts, see Kernels.take_stock_for_prompts.
+        self._for_prompts: tuple[str, Implementation] | None = None
         self._starts: Starts = []
         self._special: dict[str, Starts] = {}
         # Implementation that "auto" chose and that refused -> calls, and the last reason.
@@ -230,7 +232,7 @@ class Dispatcher:
             found = self._by_name()
         elif (best := self._best(args)) is None:
             found = self.reference
-        elif best[1].takes is not None and not best[1].takes(*args, **kwargs):
+        elif not best[1].takes_call(*args, **kwargs):
             self._fell_back(best[0], "it does not take these arguments")
             found = self.reference
         elif self._checks_first_use and self._needs_trials():
@@ -251,7 +253,7 @@ class Dispatcher:
         if self._fixed is not None:
             return self._by_name() is not self.reference
         best = self._best(args)
-        return best is not None and (best[1].takes is None or best[1].takes(*args, **kwargs))
+        return best is not None and best[1].takes_call(*args, **kwargs)
 
     def size(self, args: Sequence[Any]) -> int:
         """Return what a row's "from" counts: tokens of a sequence, or rows, of several rows of one
@@ -275,9 +277,13 @@ class Dispatcher:
             or self._generation != failures.Failed.generation
         ):
             backend = self._read_table()
-        if not self._starts or self._mode.references_only:
+        if self._mode.references_only:
             return None
         if backend.follows_device and mx.default_device().type != mx.gpu:
+            return None
+        if (prompts := self._for_prompts) is not None and prompts[1].takes_call(*args):
+            return None if isinstance(backend, launcher.NoBackend) else prompts
+        if not self._starts:
             return None
         starts = self._starts
         if self._special and self.record.kind is not None:
@@ -309,6 +315,11 @@ class Dispatcher:
         self._special = {kind: starts(rows) for kind, rows in special.items()}
         return backend
 
+    def take_for_prompts(self, name: str | None) -> None:
+        """Take an implementation, which says by `takes` what prompts are, where "auto" would choose
+        by size; None: none."""
+        self._for_prompts = None if name is None else (name, self._implementations[name])
+
     def goes_beyond_reference(self, *args, **kwargs) -> bool:
         """Return True if a call of this size may take another implementation than the reference."""
         if self._fixed is not None:
@@ -326,7 +337,8 @@ class Dispatcher:
             return []
         stock = f"{self.name}={REFERENCE}"
         if self.choice != AUTO:
-            return [f"{stock} is chosen"] if self.choice == REFERENCE else []
+            mixes = self.choice == REFERENCE or self._implementations[self.choice].mixes_rows
+            return [f"{self.name}={self.choice} is chosen"] if mixes else []
         names = {row.name for row in dispatch.rows(self.name, backend.name)}
         reasons = [f"{stock} is in the table of kernels"] if REFERENCE in names else []
         gone = [name for name in names if failures.failed(self._implementations[name])]
@@ -347,6 +359,8 @@ class Dispatcher:
         general = dispatch.describe(dispatch.rows(self.name, backend))
         special = dispatch.special_rows(self.name, backend).items()
         text = general + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
+        if self._for_prompts is not None:
+            text += f" (stock MLX for prompts: {self._for_prompts[0]})"
         return f"{text} (stock MLX where it was faster)" if self.stock_choices() else text
 
     def stock_choices(self) -> list[str]:
@@ -443,10 +457,25 @@ class Kernels:
             for operation in watched:
                 operation._fixed = None
 
-    def measure_nothing(self) -> None:
+    def take_stock_for_prompts(self, on: bool = True) -> None:
+        """Compute the experts of prompts by stock MLX in tiles of several rows, whose bits depend
+        on the memory for experts; on a CPU by the reference.
+
+        Raises:
+            InputError: `expert_mix` is chosen by name.
+        """
+        mix = self._operations["expert_mix"]
+        if on and mix.chosen_by_name:
+            raise InputError(
+                f"expert_mix is chosen by name, '{mix.active()}', for prompts too; leave out "
+                "prompt_kernels."
+            )
+        mix.take_for_prompts("in_tiles" if on else None)
+
+    def measure_nothing(self, on: bool = True) -> None:
         """Take the table of kernels, whatever trials measured: other processes, which measure by
         themselves, must compute the same bits."""
-        self._mode.measures = False
+        self._mode.measures = not on
 
     def references_only(self, on: bool = True) -> None:
         """Use references instead of implementations chosen by name: training needs their

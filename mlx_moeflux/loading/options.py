@@ -173,6 +173,14 @@ class LoadOptions:
         "Compare a callable in `kernels` with the reference by value on small cases; pass False "
         "for one that is meant to differ.",
     )
+    prompt_kernels: str = option(
+        values.AUTO,
+        values.prompt_kernels,
+        "``stock``: stock MLX computes the experts of prompts, several rows in a tile, for GPUs "
+        "with matrix units. Results have not the same bits at every memory for experts then, which "
+        "the statistics report. ``auto``: implementations that have.",
+        Flag("stock: experts of prompts by stock MLX, not the same bits at every memory"),
+    )
     eviction: str | Eviction = option(
         DEFAULT_EVICTION,
         values.eviction,

@@ -53,6 +53,7 @@ from mlx_moeflux.loading.stores import (
     make_store,
     trunk_bytes_to_decode,
 )
+from mlx_moeflux.loading.values import STOCK
 from mlx_moeflux.models import check_kind, model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.decoder import DecoderModel
@@ -202,12 +203,17 @@ def _checked(options: LoadOptions) -> LoadOptions:
     """
     kernels, prefetch, fuse = options.kernels, options.prefetch, options.fuse
     if options.safe:
-        if kernels not in (None, "reference") or prefetch not in (None, NONE):
-            raise InputError("safe excludes kernels and prefetch; leave them out.")
+        others = options.prompt_kernels == STOCK or prefetch not in (None, NONE)
+        if kernels not in (None, "reference") or others:
+            raise InputError("safe excludes kernels, prompt_kernels and prefetch; leave them out.")
         kernels, prefetch, fuse = "reference", NONE, False
     if options.distributed is not None and options.drafts != OFF:
         raise InputError(
             "drafts are for one process: ranks would draft differently; leave them out."
+        )
+    if options.distributed is not None and options.prompt_kernels == STOCK:
+        raise InputError(
+            "prompt_kernels is for one process: ranks compute pair by pair; leave it out."
         )
     own = options.reader is not None or options.store is not None
     if own and len(_expert_paths(options)) > 1:
@@ -260,8 +266,8 @@ def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
     kernels = options.kernels
     if not isinstance(kernels, Kernels):
         kernels = choose_kernels(kernels, check_values=options.check_values)
-    if options.distributed is not None:
-        kernels.measure_nothing()
+    kernels.measure_nothing(options.distributed is not None)
+    kernels.take_stock_for_prompts(options.prompt_kernels == STOCK)
     router = _router(kind, config, kernels, options)
     return Source(path, options, checkpoint, kind, config, kernels, router)
 
@@ -497,6 +503,8 @@ def _finish(model: DecoderModel, source: Source, placed: Placed) -> None:
         stats.mark_lossy(f"experts_per_token {chosen} of {own}")
     if options.kv_bits is not None:
         stats.mark_lossy(f"kv_bits {options.kv_bits}")
+    if options.prompt_kernels == STOCK:
+        stats.mark_lossy("prompt_kernels stock: not the same bits at every memory for experts")
     if options.fuse or (options.fuse is None and device.kind() != "cpu"):
         model.prepare()
         if model.prediction is not None:

@@ -21,6 +21,10 @@ Check = Callable[[str, Any], object]
 SOME_BYTES = 10**12
 
 
+# What computes the experts of prompts.
+AUTO, STOCK = "auto", "stock"
+
+
 def optional(check: Check) -> Check:
     """Return a check that lets None pass."""
     return lambda name, value: None if value is None else check(name, value)
@@ -112,6 +116,12 @@ def reader_name(name: str, value: Any) -> None:
 
     text(name, value)
     reader_called(value)
+
+
+def prompt_kernels(name: str, value: Any) -> None:
+    """Check what computes prompts."""
+    if value not in (AUTO, STOCK):
+        raise InputError(f"{name} is {shown(value)}; give '{AUTO}' or '{STOCK}'.")
 
 
 def threads(name: str, value: Any) -> None:

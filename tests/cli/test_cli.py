@@ -48,7 +48,7 @@ OPTIONS = {
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path --prompt-kernels
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
@@ -58,7 +58,7 @@ OPTIONS = {
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --eviction --prefetch --safe -v --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path --prompt-kernels
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
@@ -72,7 +72,7 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path --prompt-kernels
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
@@ -80,7 +80,7 @@ OPTIONS = {
         --prefill-step-size --prompt --prompt-cache-file --prompt-file --quantized-kv-start --stats
         --trust-remote-code
         --eviction --prefetch --safe -v --tuning --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path --prompt-kernels
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
@@ -99,7 +99,7 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
         --num-samples --prefetch --safe -v --seed --sequence-length --stats --trust-remote-code
         --tuning --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path --prompt-kernels
     """,
     "evaluate": """
         --apply-chat-template --batch-size --chat-template-args
@@ -108,7 +108,7 @@ OPTIONS = {
         --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
         --prefetch --safe --seed --tasks --temp --top-k --top-p --trust-remote-code
         --tuning --wired-memory
-        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path
+        --requantize --row-memory --handshake --no-handshake --drafts --mtp-path --prompt-kernels
     """,
     "policies": "",
     "shapes": "",

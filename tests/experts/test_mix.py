@@ -9,7 +9,12 @@ from mlx_moeflux.experts.compute import ExpertCompute
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.moe.expert_mix import EXPERT_MIX, expert_mix_grouped
+from mlx_moeflux.kernels.moe.expert_ffn import TILE_ROWS
+from mlx_moeflux.kernels.moe.expert_mix import (
+    EXPERT_MIX,
+    LEAST_TOKENS,
+    expert_mix_grouped,
+)
 from mlx_moeflux.kernels.registry import choose_kernels
 from mlx_moeflux.kernels.runtime import device
 from tests.experts.helpers import (
@@ -161,3 +166,58 @@ def test_no_kernel_knows_the_number_of_slots(experts, open_store):
             assert texts(slots) <= first
     packed = {name for name, *_, text in first if "packed" in text}
     assert any("tiles_gated" in name for name in packed), "the banks' arrays lie by rows"
+
+
+# ---- Stock MLX for prompts
+
+PROMPT = 40  # of which a wave has enough
+
+
+@pytest.fixture
+def stock_prompts(monkeypatch):
+    """Kernels with stock MLX for prompts, and the rows of each product in tiles."""
+    kernels, products, product = choose_kernels(), [], mx.gather_qmm
+
+    def watched(x, *others, sorted_indices=False, **options):
+        if sorted_indices:
+            slots = options["rhs_indices"]
+            products.append((len(x), (slots[1:] >= slots[:-1]).all().item()))
+        return product(x, *others, sorted_indices=sorted_indices, **options)
+
+    monkeypatch.setattr(mx, "gather_qmm", watched)
+    kernels.take_stock_for_prompts()
+    return kernels, products
+
+
+@pytest.mark.parametrize("slots", [4, E, None])
+def test_stock_computes_prompts_in_tiles(experts, open_store, stock_prompts, slots):
+    kernels, products = stock_prompts
+    options = {"mix": kernels.expert_mix}
+    store = experts.resident(**options) if slots is None else open_store(slots, **options)
+    call = random_call(PROMPT, padding=2)
+    expected = np.array(experts.resident().experts(5, *call))
+    found = np.array(store.experts(5, *call))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert products
+    assert all(ascend and rows % TILE_ROWS == 0 for rows, ascend in products)
+
+
+def test_steps_and_short_prompts_keep_their_kernels(experts, open_store, stock_prompts):
+    kernels, products = stock_prompts
+    for n in (1, LEAST_TOKENS - 1):
+        call = random_call(n)
+        found = open_store(E, mix=kernels.expert_mix).experts(5, *call)
+        assert same_bits(found, experts.resident(mix=choose_kernels().expert_mix).experts(5, *call))
+    assert not products
+
+
+def test_experts_in_blocks_keep_their_kernels():
+    kernels = choose_kernels()
+    kernels.take_stock_for_prompts()
+    args, _ = EXPERT_MIX.example_call(mx.bfloat16, tokens=200, form="q8_0")
+    assert kernels.expert_mix.implementation(*args) is EXPERT_MIX.others["grouped"]
+    args, _ = EXPERT_MIX.example_call(mx.bfloat16, tokens=200)
+    assert kernels.expert_mix.implementation(*args) is EXPERT_MIX.others["in_tiles"]
+    assert "stock MLX for prompts" in kernels.names()["expert_mix"]
+    kernels.take_stock_for_prompts(False)
+    assert kernels.expert_mix.implementation(*args) is EXPERT_MIX.others["grouped"]

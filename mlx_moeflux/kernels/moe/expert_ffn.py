@@ -40,6 +40,11 @@ INNER_INPUTS = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_bia
 INNER_BIASES = ("gate_bias", "up_bias")
 
 
+# Rows of a tile of MLX's matrix units. Of an M5 wrong products were reported where rows whose slots
+# ascend are no multiple of them.
+TILE_ROWS = 64
+
+
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) up, element by element."""
     return nn.silu(gate) * up
@@ -129,17 +134,18 @@ class ProjectionBank:
             global_scale=None if self.global_scale is None else self.global_scale[slots],
         )
 
-    def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
+    def matmul(self, x: mx.array, slots: mx.array, *, in_tiles: bool = False) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``, of blocks in float32.
 
-        MLX does not learn that slots ascend: it would multiply several rows in one tile, in a way
+        in_tiles: Tell MLX that slots ascend. It then multiplies several rows in one tile, in a way
         that depends on the number of slots and on the other rows.
         """
         # Not x[:, None]: MLX gives an axis that is inserted a stride of 1, which was taken for the
         # distance between rows (docs/kernels.md).
         x = x.reshape(-1, 1, x.shape[-1])
         if self.spec is None:
-            out = mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=slots)
+            weight = self.weight.swapaxes(-1, -2)
+            out = mx.gather_mm(x, weight, rhs_indices=slots, sorted_indices=in_tiles)
         elif self.spec.block is not None:
             out = gather_blocks(x, self.weight, slots, self.spec.block)
         else:
@@ -155,6 +161,7 @@ class ProjectionBank:
                 self.biases,
                 rhs_indices=slots,
                 transpose=True,
+                sorted_indices=in_tiles,
                 **known,
             )
             if whole is not None:
@@ -268,15 +275,22 @@ class ExpertBank:
         return ExpertBank(gate, up, down, activation=self.activation)
 
 
-def expert_ffn(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
+def expert_ffn(
+    x: mx.array, slots: mx.array, bank: ExpertBank, *, in_tiles: bool = False
+) -> mx.array:
     """x ``[P, C]``, slots ``[P]`` uint32 -> ``[P, C]`` in the dtype of x, or in float32 where the
-    bank has other floats, or blocks."""
+    bank has other floats, or blocks. in_tiles: Slots ascend, see :meth:`ProjectionBank.matmul`."""
     P = x.shape[0]
-    if P < LEAST_ROWS and mx.default_device().type == mx.gpu:
-        padding = mx.zeros((LEAST_ROWS - P,), mx.uint32)
+    unit = TILE_ROWS if in_tiles else 1
+    least = -(-P // unit) * unit
+    if mx.default_device().type == mx.gpu:
+        least = max(least, LEAST_ROWS)
+    if least > P:
+        # The last row again: slots still ascend.
+        padding = mx.full((least - P,), P - 1, mx.uint32)
         x, slots = mx.concatenate([x, x[padding]]), mx.concatenate([slots, slots[padding]])
-    gate, up = bank.gate.matmul(x, slots), bank.up.matmul(x, slots)
-    return bank.down.matmul(bank.activation(gate, up), slots)[:P]
+    gate, up = (part.matmul(x, slots, in_tiles=in_tiles) for part in (bank.gate, bank.up))
+    return bank.down.matmul(bank.activation(gate, up), slots, in_tiles=in_tiles)[:P]
 
 
 def add_outputs(outputs: mx.array) -> mx.array:

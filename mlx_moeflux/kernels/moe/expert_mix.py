@@ -75,6 +75,35 @@ def expert_mix_grouped(x, slots, weights, bank, *, initial=None, exchange=None) 
     return expert_tiles.grouped(x, slots, weights, bank, initial)
 
 
+def expert_mix_in_tiles(x, slots, weights, bank, *, initial=None, exchange=None) -> mx.array:
+    """The module's formula for prompts in stock MLX, which multiplies the rows of an expert
+    together, by the matrix units of a GPU that has them.
+
+    Raises:
+        UnsupportedError: There is an exchange.
+    """
+    expert_pairs.refuse_exchange("in_tiles", exchange)
+    N, K = slots.shape
+    real = slots < bank.slots
+    flat = mx.where(real, slots, bank.slots - 1).reshape(-1)
+    order = mx.argsort(flat)
+    x = x if bank.float_dtypes <= {x.dtype} else x.astype(mx.float32)
+    rows = expert_ffn(x[order // K], flat[order], bank, in_tiles=True)[mx.argsort(order)]
+    rows = mx.where(real[..., None], rows.reshape(N, K, -1), mx.array(-0.0, rows.dtype))
+    return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
+
+
+# Tokens of a prompt, at least; and pairs for each slot: with fewer MLX computes rows one by one.
+LEAST_TOKENS, LEAST_PAIRS = 17, 4
+
+
+def _takes_tiles(x, slots, weights, bank, **options) -> bool:
+    """Return True for prompts of many rows for each slot, unless experts are in ggml's blocks."""
+    (N, K), parts = weights.shape, (bank.gate, bank.up, bank.down)
+    in_blocks = any(part.spec is not None and part.spec.block is not None for part in parts)
+    return N >= LEAST_TOKENS and N * K // bank.slots >= LEAST_PAIRS and not in_blocks
+
+
 @functools.lru_cache(maxsize=1)
 def random_bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
     """One for all calls, which differ in their routes."""
@@ -139,6 +168,7 @@ EXPERT_MIX = Operation(
             takes=readable,
             pair_bytes=pair_bytes,
         ),
+        "in_tiles": Implementation(expert_mix_in_tiles, takes=_takes_tiles, mixes_rows=True),
         "blas": Implementation(
             blas.expert_mix_blas,
             on_cpu=True,

@@ -76,7 +76,7 @@ SHRINKAGE = 1 / 16
 
 # Bytes of the arrays of a call that is timed, at most: stock MLX may allocate as much again. A call
 # of which one takes more seconds is not timed: a prompt has few of them.
-MOST_TIMED, LONGEST = 64 << 20, 0.025
+MOST_TIMED, LONGEST = 64 << 20, 0.1
 
 
 class _State(threading.local):
@@ -177,7 +177,8 @@ def call(
     if _verdict(key, operation, REFERENCE, args, kwargs, "").ok:
         return reference(*args, **kwargs)
     for name, other in operation.implementations.items():
-        if name == REFERENCE or failures.failed(other) or (found and name == found[0]):
+        tried = name == REFERENCE or (found is not None and name == found[0])
+        if tried or other.mixes_rows or failures.failed(other):
             continue
         try:
             result, right = launched(operation, name, other, args, kwargs)
@@ -647,6 +648,8 @@ def _dtype(call: BoundArguments) -> mx.Dtype:
 def _cut(operation: Operation, function: Function, call: BoundArguments) -> BoundArguments:
     """Return the call with the first tokens alone, as few as `function` launches the same for, and
     of a cache with as few of the first positions."""
+    if any(one.mixes_rows and one.function is function for one in operation.others.values()):
+        return call  # fewer rows would be computed in another way
     return _cut_positions(operation, function, _cut_tokens(operation, function, call))
 
 
@@ -832,7 +835,7 @@ def _wide(value: Any) -> Any:
 class _Chosen(ProjectionBank):
     """A projection of experts, of which the CPU casts those that a call chooses, not all."""
 
-    def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
+    def matmul(self, x: mx.array, slots: mx.array, *, in_tiles: bool = False) -> mx.array:
         every = mx.arange(slots.size, dtype=mx.uint32)
         return ProjectionBank.matmul(self.take(slots, x.dtype), x, every)
 

@@ -169,6 +169,8 @@ def _gpu() -> bool:
 
 
 def _runs(implementation: Implementation) -> bool:
+    if implementation.mixes_rows:
+        return False
     if implementation.on_cpu:
         return not _gpu()
     return not implementation.kernels or not isinstance(launcher.backend(), launcher.NoBackend)

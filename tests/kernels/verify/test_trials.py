@@ -683,6 +683,49 @@ def test_prompts_of_every_operation_can_be_cut(operation):
         assert same or a.shape == b.shape  # states, which are of other tokens
 
 
+@pytest.fixture
+def prompts_by_stock(monkeypatch):
+    """Kernels, a call whose experts stock MLX computes in tiles, and rows of those products."""
+    kernels, rows, product = Kernels(), [], mx.gather_qmm
+    kernels.take_stock_for_prompts()
+    args, _ = OPERATIONS["expert_mix"].example_call(mx.float32, tokens=200)
+
+    def watched(x, *others, sorted_indices=False, **options):
+        if sorted_indices:
+            rows.append(len(x))
+        return product(x, *others, sorted_indices=sorted_indices, **options)
+
+    monkeypatch.setattr(mx, "gather_qmm", watched)
+    return kernels, args, rows
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_tiles_of_stock_are_tried_on_the_whole_prompt(prompts_by_stock):
+    kernels, args, rows = prompts_by_stock
+    y = kernels.expert_mix(*args)
+    assert mx.allclose(y, reference("expert_mix")(*args), rtol=1e-4, atol=1e-4)
+    assert set(rows) == {-(-200 * 3 // 64) * 64}
+    assert len(rows) > 3
+    rows.clear()
+    kernels.expert_mix(*args)
+    assert len(rows) == 3
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_tiles_that_are_wrong_are_not_used(prompts_by_stock, monkeypatch):
+    kernels, args, _ = prompts_by_stock
+    product = mx.gather_qmm
+
+    def wrong(x, *others, sorted_indices=False, **options):
+        y = product(x, *others, sorted_indices=sorted_indices, **options)
+        return mx.roll(y, 1, axis=0) if sorted_indices else y
+
+    monkeypatch.setattr(mx, "gather_qmm", wrong)
+    with pytest.warns(RuntimeWarning, match="expert_mix=in_tiles is not used"):
+        y = kernels.expert_mix(*args)
+    assert mx.allclose(y, reference("expert_mix")(*args), rtol=1e-4, atol=1e-4)
+
+
 # Their long prompts have masks that are arrays, which are not cut, and take seconds.
 INDEXED = {"deepseek-v3.2", "glm-5"}
 
