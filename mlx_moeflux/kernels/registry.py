@@ -473,8 +473,8 @@ class Kernels:
         mix.take_for_prompts("in_tiles" if on else None)
 
     def measure_nothing(self, on: bool = True) -> None:
-        """Take the table of kernels, whatever trials measured: other processes, which measure by
-        themselves, must compute the same bits."""
+        """Follow the table of kernels and ignore choices by time, as one of several processes that
+        must compute the same bits."""
         self._mode.measures = not on
 
     def references_only(self, on: bool = True) -> None:

@@ -2,8 +2,8 @@
 
 The time of a call is the slope over the calls of one evaluation, from :data:`FEW` to :data:`MANY`,
 so that what an evaluation costs by itself cancels. Implementations alternate, :data:`ROUNDS` times:
-a machine that slows down slows all alike. Calls take turns with arguments, so that large ones are
-read from memory.
+a machine that slows down slows all alike. Each call has the next of the given arguments, so that
+large ones are read from memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlx_moeflux.kernels.verify import failures
 
 ROUNDS = 5
 FEW, MANY = 4, 16
-# Bytes of the arguments that calls take turns with: more than the caches of most GPUs hold. The
-# results of one evaluation have as many at most.
+# Bytes of the arguments of all calls: more than the caches of most GPUs hold. The results of one
+# evaluation have as many at most.
 ROTATED = 64 << 20
 # A call of so many seconds is evaluated alone: what an evaluation costs is small beside it.
 SHORT = 5e-4
@@ -47,7 +47,7 @@ def times(
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[float]]:
     """Return name -> seconds of a call in each round, without those that refuse the call, which are
-    reported. Nothing if the fastest takes more than `longest` seconds.
+    reported. Nothing if one takes more than `longest` seconds. calls: Arguments, over and over.
 
     Raises:
         RuntimeError: Memory is exhausted.
@@ -63,7 +63,7 @@ def times(
             # Metal raises ValueError for too many threads, and so do shapes that one refuses.
             report(f"{name} refuses: {str(error).splitlines()[0]}")
     fastest = min(once.values(), default=0.0)
-    if longest is not None and fastest > longest:
+    if longest is not None and max(once.values(), default=0.0) > longest:
         return {}
     found = {name: [seconds] * ROUNDS for name, seconds in once.items()}
     timed = [name for name, seconds in once.items() if seconds <= HOPELESS * fastest]

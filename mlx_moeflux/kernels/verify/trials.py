@@ -74,8 +74,8 @@ POSITIONS = 256
 # What an argument is shrunk by.
 SHRINKAGE = 1 / 16
 
-# Bytes of the arrays of a call that is timed, at most: stock MLX may allocate as much again. A call
-# of which one takes more seconds is not timed: a prompt has few of them.
+# Bytes of the arrays of a call that is timed, at most: stock MLX may allocate as much again. Its
+# seconds, at most: a prompt has few calls that take longer.
 MOST_TIMED, LONGEST = 64 << 20, 0.1
 
 
@@ -264,8 +264,8 @@ def _chosen(
 
 
 def _rotated(operation: Operation, args: tuple, kwargs: dict[str, Any]) -> list[Arguments]:
-    """Return calls with the same numbers to take turns with, evaluated: each has caches of its own.
-    Other arguments of calls that are timed were computed just before, in a model too."""
+    """Return calls with the same numbers, evaluated, each with caches of its own. Other arguments
+    of calls that are timed were computed just before, in a model too."""
     if not operation.positions:
         return [(args, kwargs)]
     call = signature(operation.reference).bind(*args, **kwargs)

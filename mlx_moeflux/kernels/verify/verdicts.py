@@ -48,7 +48,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes calls of a size, an implementation or stock MLX, which both are right.
+    """The faster of two right ways to compute calls of a size: an implementation or stock MLX.
 
     stock: True for stock MLX. us: Microseconds of a call by name, if they were measured. reason:
     Why the table of kernels stands without a measurement.

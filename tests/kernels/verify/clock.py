@@ -15,22 +15,20 @@ class Clock:
     """Seconds of evaluations by the name of what computes: of an evaluation by itself, and of each
     of its calls.
 
-    names: Implementation -> seconds of a call, "kernel" for those that are not named, or what gives
-    them call by call. runs: Whether the calls are computed. evaluations: (name, calls) in the order
-    in which they came; arguments: Of all calls.
+    names: Implementation -> seconds of a call, "kernel" for those that are not named, or a function
+    that returns them. runs: Whether the calls are computed. evaluations: (name, calls) in the order
+    of time.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *, fixed=3e-4, runs=True, **names):
         self.fixed, self.runs, self.names = fixed, runs, names
         self.evaluations: list[tuple[str, int]] = []
-        self.arguments: list = []
         patch.setattr(timing, "seconds_of", self)
         patch.setattr(verdicts, "is_virtual", lambda: False)
 
     def __call__(self, name: str, function: Callable, turns: Iterator, count: int) -> float:
         self.evaluations.append((name, count))
         calls = list(itertools.islice(turns, count))
-        self.arguments += calls
         if self.runs:
             mx.eval([function(*args, **kwargs) for args, kwargs in calls])
         each = self.names[name] if name in self.names else self.names["kernel"]

@@ -34,8 +34,8 @@ def directory(tmp_path_factory):
 
 
 def logits_of(directory, memory, folder, **times):
-    """Logits of a prompt and of a step on a Mac, how often its clock was asked, and operations that
-    stock MLX computes. folder: Of choices."""
+    """Logits of a prompt and of a step on a Mac, the number of evaluations that it timed, and the
+    operations that stock MLX computes. folder: Of choices."""
     with (
         load_model(directory, dtype=mx.bfloat16, expert_memory=memory, fuse=True) as model,
         metal_device.on_metal(folder),

@@ -369,7 +369,7 @@ FASTER, SLOWER = 1e-5, 2e-5
 
 
 def ran(calls, logits=FIVE, **options):
-    """What computes another call, now that all is tried."""
+    """Return the implementation that computes another call."""
     calls.clear()
     Kernels().softmax_top_k(logits, k=2, **options)
     return calls[-1]  # a kernel's graph is built before its choice is looked up
@@ -517,7 +517,7 @@ def test_ranks_take_the_table_whatever_was_chosen(calls, monkeypatch):
     calls.clear()
     of_ranks.softmax_top_k(FIVE, k=2)
     assert calls[-1] == "fused"
-    # What saved states are of says so too.
+    # Saved states have another identity.
     assert of_ranks.identity() == before != alone.identity()
     assert alone.names()["softmax_top_k"] == "fused (stock MLX where it was faster)"
 
