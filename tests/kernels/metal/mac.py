@@ -139,7 +139,6 @@ def small_measurements(home: Path) -> Iterator[None]:
         patch.setattr(check, "_in_processes", of_float32)
         patch.setattr(tune, "TOKENS", {"gpu": (1,)})
         patch.setattr(tune, "LARGE", examples.TINY)
-        patch.setattr(tune, "ROUNDS", 1)
         patch.setattr(
             handshake, "compare", functools.partial(handshake.compare, tokens=2, rounds=1)
         )
