@@ -20,6 +20,7 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.add_shared import add_shared
 from mlx_moeflux.loading import BUNDLED_MODEL, LoadOptions
+from mlx_moeflux.loading import steps as loading_steps
 from mlx_moeflux.loading.options import FLAGS, NAMES, LoadArguments, option
 
 
@@ -100,6 +101,18 @@ def test_stock_computes_the_experts_of_prompts_alone():
 def test_stock_for_prompts_and_a_name_contradict_each_other():
     with pytest.raises(InputError, match="expert_mix is chosen by name, 'blas', for prompts too"):
         load_model(BUNDLED_MODEL, kernels="auto,expert_mix=blas", prompt_kernels="stock")
+
+
+def test_ranks_have_no_stock_for_prompts_and_follow_the_table():
+    class Ranks:
+        rank = 0
+
+    options = LoadOptions(distributed=Ranks(), prompt_kernels="stock")
+    with pytest.raises(InputError, match="prompt_kernels is for one process"):
+        loading_steps._checked(options)
+    of_ranks = loading_steps._open(BUNDLED_MODEL, LoadOptions(distributed=Ranks()))
+    assert not of_ranks.kernels._mode.measures
+    assert loading_steps._open(BUNDLED_MODEL, LoadOptions()).kernels._mode.measures
 
 
 @pytest.mark.parametrize(

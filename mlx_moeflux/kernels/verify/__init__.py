@@ -6,6 +6,7 @@ The order in which the files of this room come into play:
    operation and writes the table that :mod:`mlx_moeflux.kernels.dispatch` reads.
 2. :mod:`~mlx_moeflux.kernels.verify.trials`, before a variant of an implementation first runs on
    Metal: compares it with stock MLX and with the truth on the arguments of the call.
+   :mod:`~mlx_moeflux.kernels.verify.timing` times both where stock MLX may compute instead.
 3. :mod:`~mlx_moeflux.kernels.verify.verdicts`: keeps the results of trials for later processes.
 4. :mod:`~mlx_moeflux.kernels.verify.failures`, while a graph is evaluated: marks kernels that MLX
    cannot compile or launch, so that the next reply takes others.
