@@ -21,6 +21,7 @@ a function once without tracing where an operation in it was never tried.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import threading
@@ -220,13 +221,13 @@ def _stock_is_faster(
     is right: what was chosen, else what their times say."""
     if operation.timed is None or not operation.timed(*args, **kwargs):
         return False
-    every = [args, list(kwargs.values())]
-    if _bytes(every) > MOST_TIMED:
+    sizes, nbytes = _sizes(operation, args, kwargs)
+    if nbytes > MOST_TIMED:
         return False
     kind = "" if operation.kind is None else operation.kind(*args)
-    key = f"{_key(operation.name, name, [__version__, kind, *_sizes(every)])} beside stock"
+    key = f"{_key(operation.name, name, [__version__, kind, *sizes])} beside stock"
     if (chosen := verdicts.choice(key)) is None:
-        if _state.tracing or not _have_values(every):
+        if _state.tracing or not _have_values([args, list(kwargs.values())]):
             _state.untimed |= _state.tracing
             return False
         chosen = _chosen(key, operation, name, implementation, args, kwargs)
@@ -266,28 +267,38 @@ def _chosen(
 def _rotated(operation: Operation, args: tuple, kwargs: dict[str, Any]) -> list[Arguments]:
     """Return calls with the same numbers, evaluated, each with caches of its own. Other arguments
     of calls that are timed were computed just before, in a model too."""
-    if not operation.positions:
-        return [(args, kwargs)]
     call = signature(operation.reference).bind(*args, **kwargs)
     caches = {name: call.arguments[name] for name in operation.positions}
-    most = timing.ROTATED // sum(array.nbytes for array in caches.values())
+    most = timing.ROTATED // max(1, sum(array.nbytes for array in caches.values()))
     calls: list[Arguments] = []
-    for _ in range(max(1, min(timing.MANY, most))):
+    for _ in range(min(timing.MANY, most) if caches else 0):
         own: Any = {name: array + mx.zeros((), array.dtype) for name, array in caches.items()}
         mx.eval(list(own.values()))
         bound = BoundArguments(call.signature, call.arguments | own)
         calls.append((bound.args, bound.kwargs))
-    return calls
+    return calls or [(args, kwargs)]
 
 
-def _sizes(value: Any) -> list[Any]:
-    """Return what decides which of two implementations is faster: dtypes, lengths within a factor
-    of two, and words."""
-    if isinstance(value, (tuple, list)):
-        return [size for entry in value for size in _sizes(entry)]
-    if isinstance(value, str | bool | None):
-        return [value]
-    return [(str(a.dtype), [(n - 1).bit_length() for n in a.shape]) for a in arrays(value)]
+# Asked at each call of a prompt.
+_signature = functools.cache(signature)
+
+
+def _sizes(operation: Operation, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], int]:
+    """Return what decides which of two implementations is faster, dtypes, words, and lengths within
+    a factor of two; and the bytes of all arrays. Caches count as far as they are in use: what a
+    state has room for depends on where it comes from."""
+    call = _signature(operation.reference).bind(*args, **kwargs).arguments
+    found, nbytes, length = [], 0, call.get("length")
+    for name, value in call.items():
+        if isinstance(value, str | bool):
+            found.append((name, value))
+        for array in arrays(value):
+            shape = list(array.shape)
+            if name in operation.positions and length is not None:
+                shape[operation.positions[name]] = length
+            nbytes += math.prod(shape) * array.dtype.size
+            found.append((name, str(array.dtype), [(n - 1).bit_length() for n in shape]))
+    return found, nbytes
 
 
 def _key(operation: str, name: str, variant: Any) -> str:

@@ -23,11 +23,11 @@ def stock_operations():
         yield
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "model"
-    synthesize.synthesize("qwen3-tiny", path, layers=1, experts=16)
-    return path
+# Family -> layers, and the operations of its prompts that are timed.
+FAMILIES = {
+    "qwen3-tiny": (1, {"norm_rope", "sdpa", "softmax_top_k", "moe_combine"}),
+    "qwen3.5-tiny": (4, {"norm_rope", "sdpa", "softmax_top_k"}),
+}
 
 
 # ---- Models
@@ -50,13 +50,18 @@ def logits_of(directory, memory, folder, **times):
         return mx.stack(logits), len(clock.evaluations), chosen
 
 
-def test_streamed_and_resident_models_follow_the_same_choice(tmp_path, directory):
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "qwen3-tiny")) for f in FAMILIES]
+)
+def test_streamed_and_resident_models_follow_the_same_choice(tmp_path, family):
     """Times of the second process say the opposite."""
+    directory, (layers, operations) = tmp_path / "model", FAMILIES[family]
+    synthesize.synthesize(family, directory, layers=layers, experts=16)
     resident, timed, chosen = logits_of(
         directory, "100%", tmp_path / "a", kernel=2e-5, reference=1e-5
     )
     assert timed
-    assert chosen == {"norm_rope", "sdpa", "softmax_top_k", "moe_combine"}
+    assert chosen == operations
     streamed, timed, _ = logits_of(directory, "50%", tmp_path / "a", kernel=1e-5, reference=2e-5)
     assert not timed
     assert mx.array_equal(resident, streamed)

@@ -550,6 +550,19 @@ def test_caches_take_turns_with_copies(monkeypatch):
     assert len({id(array) for (_, *caches), _ in calls for array in caches}) == 10
 
 
+def test_a_choice_depends_on_the_length_in_use():
+    def sizes(length, room, tokens=40, mask="causal"):
+        q, k = mx.zeros((1, 4, tokens, 64)), mx.zeros((1, 2, room, 64))
+        options = {"scale": 1.0, "mask": mask, "length": length}
+        return trials._sizes(OPERATIONS["sdpa"], (q, k, k), options)
+
+    assert sizes(600, 768) == sizes(600, 4096)
+    assert sizes(600, 768)[0] == sizes(1000, 1024, tokens=60)[0]
+    assert sizes(600, 768)[1] == 4 * 64 * (4 * 40 + 2 * 2 * 600)
+    others = [sizes(1100, 4096), sizes(600, 768, tokens=70), sizes(600, 768, mask=None)]
+    assert all(found != sizes(600, 768)[0] for found, _ in others)
+
+
 @pytest.mark.parametrize("name", [name for name, record in OPERATIONS.items() if record.timed])
 def test_no_fused_step_computes_what_is_timed(name):
     """On Metal, by the table in the package."""
