@@ -360,7 +360,8 @@ class Dispatcher:
         special = dispatch.special_rows(self.name, backend).items()
         text = general + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
         if self._for_prompts is not None:
-            text += f" (stock MLX for prompts: {self._for_prompts[0]})"
+            there = not isinstance(launcher.backend(), launcher.NoBackend)
+            text += f" (stock MLX for prompts: {self._for_prompts[0] if there else REFERENCE})"
         return f"{text} (stock MLX where it was faster)" if self.stock_choices() else text
 
     def stock_choices(self) -> list[str]:

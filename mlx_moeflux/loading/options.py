@@ -179,7 +179,7 @@ class LoadOptions:
         "``stock``: stock MLX computes the experts of prompts, several rows in a tile, for GPUs "
         "with matrix units. Results have not the same bits at every memory for experts then, which "
         "the statistics report. ``auto``: implementations that have.",
-        Flag("stock: experts of prompts by stock MLX, not the same bits at every memory"),
+        Flag("auto (default), or stock: experts of prompts by MLX, whose bits vary with memory"),
     )
     eviction: str | Eviction = option(
         DEFAULT_EVICTION,
