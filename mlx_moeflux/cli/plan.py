@@ -20,7 +20,7 @@ from mlx_moeflux.cli.common import (
     required_model,
 )
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.budget import parse_budget
+from mlx_moeflux.experts.budget import KV_POSITIONS, parse_budget
 from mlx_moeflux.loading.options import LoadOptions, check_arguments
 from mlx_moeflux.measure.plan import ModelPlan, Sizes, open_sizes, plan_model
 from mlx_moeflux.measure.plan_machines import Link, MachinesPlan, plan_machines
@@ -36,15 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link", metavar="SPEED", help="between --machines, such as 2.5GB/s")
     add("--link-latency", type=float, default=0.1, help="ms a message, default %(default)s")
     add_load_arguments(parser, "expert_memory", "row_memory")
-    add("--context", type=int, default=8192, help="positions, default %(default)s")
+    add("--context", type=int, help=f"positions, default {KV_POSITIONS} or the model's own limit")
     add("--bits", type=int, help="as if converted to so many bits")
     add_load_arguments(parser, "gguf_file")
     add("--json", action="store_true", help="numbers instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.context < 1:
-        raise InputError(f"--context is {args.context}; give at least 1.")
     given = {name: getattr(args, name) for name in ("expert_memory", "row_memory")}
     check_arguments("plan", LoadOptions, given)
     sizes = open_sizes(

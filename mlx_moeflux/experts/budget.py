@@ -20,6 +20,9 @@ from mlx_moeflux.experts.system_memory import ASSUMED, available_memory
 AUTO = "auto"
 RESERVE_BYTES = 10**9
 """What `auto` leaves for activations, the tokenizer and the interpreter."""
+KV_POSITIONS = 8192
+"""Tokens of the state that `auto` leaves room for; as many as it allows of a model that allows
+fewer."""
 
 WORKING_SET_SHARE = 0.9
 """Of the working set that Metal recommends, or of what is available, what `auto` may fill."""
@@ -39,7 +42,8 @@ def parse_budget(
     to suggest neither of the last two. what: Its name in messages.
 
     Raises:
-        InputError: It is none of these, less than `least`, or a text without a unit.
+        InputError: It is none of these, less than `least`, more than 100 %, or a text without a
+            unit.
     """
     unreadable = InputError(
         f"the {what} {shown(value)} is not an amount; give one such as "
@@ -70,6 +74,8 @@ def parse_budget(
     factor = Fraction(total_bytes, 100) if unit == "%" else _UNITS_BY_LOWER.get(unit)
     if factor is None or number * factor < least:
         raise unreadable
+    if unit == "%" and number > 100:
+        raise InputError(f"the {what} {shown(value)} is more than all; give at most 100%.")
     return int(number * factor)
 
 
@@ -240,9 +246,9 @@ def make_plan(
     """Plan the memory of one model on one machine.
 
     budget: As :func:`parse_budget` takes it. blocks: MoE layer id -> bytes of one block.
-    kv_bytes: Key-value cache and state at 8192 tokens. staging_bytes: The reader's buffers for
-    all threads. row_bytes: Memory for rows of tables on disk. reserved: An amount, or a percentage
-    of the usable memory, that is left for something else.
+    kv_bytes: Key-value cache and state at :data:`KV_POSITIONS`. staging_bytes: The reader's buffers
+    for all threads. row_bytes: Memory for rows of tables on disk. reserved: An amount, or a
+    percentage of the usable memory, that is left for something else.
 
     ``auto`` is resident if trunk, `row_bytes`, experts, `kv_bytes`, `reserved` and 1 GB fit in the
     usable memory. Otherwise the experts get half of what is left, so that the page cache has the

@@ -14,7 +14,15 @@ from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
-from mlx_moeflux.experts.budget import AUTO, Memory, Plan, format_bytes, make_plan, parse_budget
+from mlx_moeflux.experts.budget import (
+    AUTO,
+    KV_POSITIONS,
+    Memory,
+    Plan,
+    format_bytes,
+    make_plan,
+    parse_budget,
+)
 from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.io.decoding import Experts
 from mlx_moeflux.experts.io.desk import desk_bytes
@@ -41,7 +49,6 @@ from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.layers import BlocksLinear, weights_of
 from mlx_moeflux.models.weights import ExpertsOnDisk
 
-KV_POSITIONS = 8192
 # What a smaller budget is of the one that `auto` plans. The page cache has as much as the bank at
 # first, so that half a bank gives it half as much again.
 SMALLER = 2

@@ -27,6 +27,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.experts.budget import (
+    KV_POSITIONS,
     WORKING_SET_SHARE,
     Memory,
     format_bytes,
@@ -92,20 +93,25 @@ class Sizes:
 def measure_sizes(
     checkpoint: Checkpoint,
     *,
-    context: int = 8192,
+    context: int | None = None,
     bits: int | None = None,
     group_size: int = GROUP,
 ) -> Sizes:
     """Sizes from a checkpoint's config and the headers of its tensors.
 
-    bits: As if the weights were quantised to so many bits in groups of `group_size`.
+    context: Tokens of the state; None: as many as loading leaves room for. bits: As if the weights
+    were quantised to so many bits in groups of `group_size`.
 
     Raises:
         MoefluxError: One of its kinds; the checkpoint is not one that loads.
-        InputError: `bits` of weights that are quantised already.
+        InputError: `context` is more than the model allows, or `bits` of weights that are quantised
+            already.
     """
     name = checkpoint.config_file
     config = parsed_config(checkpoint, strict=False)
+    if context is None:
+        context = min(KV_POSITIONS, config.max_position_embeddings)
+    config.check_context("context", context)
     mapped = checkpoint.mapped(config.name_rules())
     experts = {
         layer: [(refs[0].name, refs[0]) for refs in components.values()]
@@ -152,7 +158,7 @@ def open_sizes(
     *,
     revision: str | None = None,
     gguf_file: str | None = None,
-    context: int = 8192,
+    context: int | None = None,
     bits: int | None = None,
 ) -> Sizes:
     """:func:`measure_sizes` of a directory, or of a hub id without downloading its weights.

@@ -318,10 +318,9 @@ class StreamingModel(Module):
         Raises:
             InputError: `limit` is not between 1 and ``max_position_embeddings``.
         """
-        longest = self.config.max_position_embeddings
-        if limit is not None and not 1 <= limit <= longest:
-            raise InputError(f"max_context is {limit}; this model allows 1 to {longest}.")
-        self.max_context = limit or longest
+        if limit is not None:
+            self.config.check_context("max_context", limit)
+        self.max_context = limit or self.config.max_position_embeddings
 
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer, as the config declares it."""

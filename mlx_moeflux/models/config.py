@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import divides, not_negative, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.checks import is_positive
-from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.errors import ConfigError, InputError, UnsupportedError
 from mlx_moeflux.models.rope import Rope, stretched
 from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
@@ -83,6 +83,12 @@ class BaseConfig:
                 f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than "
                 f"'{self.EXPERTS_KEY}' {experts}."
             )
+
+    def check_context(self, name: str, limit: int) -> None:
+        """Raise an InputError unless a sequence may have `limit` tokens. name: Of the option."""
+        longest = self.max_position_embeddings
+        if not 1 <= limit <= longest:
+            raise InputError(f"{name} is {limit}; this model allows 1 to {longest}.")
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""

@@ -10,9 +10,8 @@ from mlx_moeflux.cache import KVCache
 from mlx_moeflux.cache.kv import quantized
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.budget import RESERVE_BYTES, Memory
+from mlx_moeflux.experts.budget import KV_POSITIONS, RESERVE_BYTES, Memory
 from mlx_moeflux.loading import load_model, steps
-from mlx_moeflux.loading.stores import KV_POSITIONS
 from tests.cache.entries import same
 from tests.models_at_hand import TWIN, model_of, same_bits, tokens_of
 

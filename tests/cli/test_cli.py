@@ -681,7 +681,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["trace", "show", "no.trace"], "no.trace"),
         (["tune", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "--tuning", "no.json"], "no.json"),
-        (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
+        (["plan", str(BUNDLED_MODEL), "--context", "0"], "context is 0; this model allows 1 to"),
         (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
         (["plan", str(BUNDLED_MODEL), "--ssd-gbps", "inf"], "ssd_gbps is inf; it must be finite"),
         (

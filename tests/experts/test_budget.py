@@ -17,6 +17,7 @@ from mlx_moeflux.experts.budget import (
     make_plan,
     measure_memory,
     parse_budget,
+    parse_share,
     slots_for_budget,
     smallest_budget,
 )
@@ -37,7 +38,6 @@ GB = 10**9
         ("50%", 500),
         ("12.5 %", 125),
         ("100%", 1000),
-        ("150%", 1500),
         ("4096B", 4096),
         ("0.25 GiB", 1 << 28),
         (4096, 4096),
@@ -80,6 +80,14 @@ def test_half_a_unit_is_no_amount(text):
         parse_budget(text, 1000)
     assert str(caught.value) == f"{text!r} has half a unit; write {text.strip()}B."
     assert parse_budget(f"{text}B".replace(" B", "B"), 1000)
+
+
+@pytest.mark.parametrize("text", ["101%", "100.001 %", "9" * 30 + "%"])
+def test_there_is_no_more_than_all(text):
+    with pytest.raises(InputError, match=r"the cache '[\d. %]+' is more than all; .* 100%\.$"):
+        parse_budget(text, 1000, what="cache")
+    with pytest.raises(InputError, match=r"row memory .* is more than all"):
+        parse_share(text, 1000)
 
 
 def test_digits_without_end_are_no_amount():

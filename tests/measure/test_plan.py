@@ -368,6 +368,36 @@ def test_what_cannot_be_planned():
         plan_model("x", sizes, memory="16GB", ssd_gbps=0)
 
 
+@pytest.mark.parametrize(
+    ("option", "of_generate", "words"),
+    [
+        ("--context 8193", "--max-context 8193", "context is 8193; this model allows 1 to 8192."),
+        ("--expert-memory 101%",) * 2 + ("the expert memory '101%' is more than all",),
+    ],
+)
+def test_plan_refuses_what_generate_refuses(option, of_generate, words, capsys):
+    lines = []
+    for command, given in (("plan", option), ("generate", of_generate)):
+        assert main([command, "--model", str(BUNDLED_MODEL), *given.split()]) == 1
+        lines.append(capsys.readouterr().err.splitlines()[-1].replace("max_context", "context"))
+    assert words in lines[0]
+    assert lines[0] == lines[1]
+
+
+def test_the_state_is_planned_as_loading_plans_it(tmp_path):
+    """A model that allows less than 8192 tokens is planned at all of them."""
+    path = synthesize("qwen3.5-tiny", tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 1000
+    (path / "config.json").write_text(json.dumps(config))
+    sizes = open_sizes(path)
+    assert sizes.context == 1000
+    assert sizes.state_bytes == open_sizes(path, context=1000).state_bytes
+    with pytest.raises(InputError, match="context is 1001; this model allows 1 to 1000"):
+        open_sizes(path, context=1001)
+    assert open_sizes(BUNDLED_MODEL).context == 8192
+
+
 def test_memory_for_rows_of_n_grams_is_that_of_loading(tmp_path):
     path = synthesize("qwen4-exp-tiny", tmp_path / "model", layers=4)
     for rows in ("64MB", "20kB", 0, "10%"):
