@@ -22,7 +22,7 @@ from mlx_moeflux.cli.common import (
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import KV_POSITIONS, parse_budget
 from mlx_moeflux.loading.options import LoadOptions, check_arguments
-from mlx_moeflux.measure.plan import ModelPlan, Sizes, open_sizes, plan_model
+from mlx_moeflux.measure.plan import ModelPlan, Sizes, described_memory, open_sizes, plan_model
 from mlx_moeflux.measure.plan_machines import Link, MachinesPlan, plan_machines
 
 NEEDS_MLX = False
@@ -90,8 +90,8 @@ def _for_machine(args: argparse.Namespace, sizes: Sizes) -> Callable[..., ModelP
 
 def _for_machines(args: argparse.Namespace, sizes: Sizes) -> Callable[..., MachinesPlan]:
     """Return the function of the bandwidths that plans several machines."""
-    if args.memory is not None or args.expert_memory != "auto" or args.link is None:
-        raise InputError("--machines needs --link, and excludes --memory and --expert-memory.")
+    if args.memory is not None or args.link is None:
+        raise InputError("--machines needs --link, and excludes --memory.")
     speed = parse_budget(args.link.removesuffix("/s"), 0, what="speed of --link")
     if speed is None:
         raise InputError("--link is auto; give a speed such as 2.5GB/s.")
@@ -99,6 +99,8 @@ def _for_machines(args: argparse.Namespace, sizes: Sizes) -> Callable[..., Machi
         plan_machines,
         args.model,
         sizes,
-        memories=args.machines.split(","),
+        memories=[described_memory(one) for one in args.machines.split(",")],
         link=Link(speed, args.link_latency / 1e3),
+        expert_memory=args.expert_memory,
+        row_memory=args.row_memory,
     )

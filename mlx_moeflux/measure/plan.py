@@ -30,6 +30,7 @@ from mlx_moeflux.experts.budget import (
     KV_POSITIONS,
     WORKING_SET_SHARE,
     Memory,
+    Plan,
     format_bytes,
     make_plan,
     parse_budget,
@@ -357,23 +358,8 @@ def plan_model(
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
         if not 0 < number < float("inf"):
             raise InputError(f"{what} is {number}; it must be finite and greater than 0.")
-    row_bytes = 0
-    if sizes.table_rows:
-        asked = parse_share(row_memory, sizes.table_bytes)
-        each = sizes.table_bytes // sizes.table_rows
-        row_bytes = row_memory_bytes(sizes.table_rows, each, asked)
-    plan = make_plan(
-        expert_memory,
-        sizes.blocks,
-        num_experts=sizes.num_experts,
-        experts_per_token=sizes.experts_per_token,
-        trunk_bytes=sizes.trunk_bytes,
-        kv_bytes=sizes.state_bytes,
-        memory=memory,
-        row_bytes=row_bytes,
-    )
-    slots = min(plan.slots.values())
-    needs = sizes.trunk_bytes + row_bytes + sizes.state_bytes + plan.budget_bytes
+    plan = plan_loading(sizes, memory, expert_memory=expert_memory, row_memory=row_memory)
+    slots, needs = min(plan.slots.values()), needed_bytes(plan, sizes)
     slow, fast, arithmetic = speeds(
         sizes,
         slots,
@@ -397,9 +383,46 @@ def plan_model(
         memory_gbps=memory_gbps,
         why=plan.why,
         arithmetic=arithmetic,
-        row_bytes=row_bytes,
+        row_bytes=plan.row_bytes,
         described=memory.backend == DESCRIBED,
     )
+
+
+def plan_loading(
+    sizes: Sizes,
+    memory: Memory,
+    *,
+    expert_memory: str | float,
+    row_memory: str | float,
+    num_experts: int | None = None,
+) -> Plan:
+    """Return what loading decides. num_experts: Of each layer on this machine; None: all.
+
+    Raises:
+        InputError: An amount cannot be read.
+        MemoryBudgetError: It is too small for one token.
+    """
+    count = sizes.num_experts if num_experts is None else num_experts
+    row_bytes = 0
+    if sizes.table_rows:
+        asked = parse_share(row_memory, sizes.table_bytes)
+        each = sizes.table_bytes // sizes.table_rows
+        row_bytes = row_memory_bytes(sizes.table_rows, each, asked)
+    return make_plan(
+        expert_memory,
+        sizes.blocks,
+        num_experts=count,
+        experts_per_token=min(sizes.experts_per_token, count),
+        trunk_bytes=sizes.trunk_bytes,
+        kv_bytes=sizes.state_bytes,
+        memory=memory,
+        row_bytes=row_bytes,
+    )
+
+
+def needed_bytes(plan: Plan, sizes: Sizes) -> int:
+    """Return the bytes of trunk, rows, state and budget of a plan."""
+    return plan.trunk_bytes + plan.row_bytes + sizes.state_bytes + plan.budget_bytes
 
 
 def typical_hit_rate(share: float) -> float:

@@ -11,7 +11,8 @@ import numpy as np
 
 from mlx_moeflux.distributed.placement import shares
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.budget import format_bytes, slots_for_budget, smallest_budget
+from mlx_moeflux.experts.budget import Memory, format_bytes
+from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.measure.plan import (
     BANDWIDTH_SHARE,
     LAUNCH_SECONDS,
@@ -22,6 +23,8 @@ from mlx_moeflux.measure.plan import (
     described_memory,
     fetch_seconds,
     in_gib,
+    needed_bytes,
+    plan_loading,
     range_around,
     span,
 )
@@ -102,9 +105,6 @@ class MachinesPlan:
                     f"{one.slots} slots ({100 * one.share:.0f} %){fits}",
                 )
             )
-        if not all(one.share == 1 for one in self.machines):
-            all_left = "all that trunk and state leave with nothing else open"
-            rows.append(("slots", f"{all_left}; --expert-memory auto takes half of it"))
         speed = f"{span(self.slow, self.fast)} tokens per second, estimated:"
         rows += [("speed", speed), *(("", line) for line in self.arithmetic)]
         if self.alone is not None:
@@ -118,44 +118,44 @@ def plan_machines(
     name: str,
     sizes: Sizes,
     *,
-    memories: Sequence[str | float],
+    memories: Sequence[str | float | Memory],
     link: Link,
+    expert_memory: str | float = "auto",
+    row_memory: str | float = LoadOptions.row_memory,
     ssd_gbps: float = SSD_GBPS,
     memory_gbps: float = MEMORY_GBPS,
 ) -> MachinesPlan:
     """Plan a model on machines with `memories`, each as
-    :func:`~mlx_moeflux.measure.plan.described_memory` takes it.
+    :func:`~mlx_moeflux.measure.plan.plan_model` takes it.
 
-    Each runs the trunk and keeps a state, and holds experts in proportion to what is left. Layers
+    Each runs the trunk and keeps a state, and holds experts in proportion to what is left; how many
+    have a slot, loading decides on each. `expert_memory` is of each machine's experts. Layers
     wait for the machine with most work: of its experts that a token needs, reads, copies and
     products, and what the host has to do for reads.
 
     Raises:
         InputError: A number makes no sense.
+        MemoryBudgetError: `expert_memory` is too small for one token.
     """
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
         if not 0 < number < float("inf"):
             raise InputError(f"{what} is {number}; it must be finite and greater than 0.")
     if not (link.bytes_per_second > 0 and link.latency >= 0):
         raise InputError("the link must have bytes per second; give one such as 2.5GB/s.")
-    described = [described_memory(m) for m in memories]
-    others = sizes.trunk_bytes + sizes.state_bytes
-    left = [memory.usable_bytes - others for memory in described]
+    found = [one if isinstance(one, Memory) else described_memory(one) for one in memories]
+    left = [one.usable_bytes - sizes.trunk_bytes - sizes.state_bytes for one in found]
     counts = shares(sizes.num_experts, len(memories), [max(1, rest) for rest in left])
+    budgets = {"expert_memory": expert_memory, "row_memory": row_memory}
     layers, N = len(sizes.blocks), len(memories)
     block = sum(sizes.blocks.values()) / layers
     machines, costs = [], []
-    for memory, rest, count in zip(described, left, counts, strict=True):
-        least = min(sizes.experts_per_token, count)
-        fits = rest >= smallest_budget(sizes.blocks, least, 0)
-        slots = least
-        if fits:
-            given = slots_for_budget(rest, sizes.blocks, num_experts=count, experts_per_token=least)
-            slots = min(given.values())
-        one = Machine(memory.free_bytes, count, slots, fits)
+    for memory, count in zip(found, counts, strict=True):
+        plan = plan_loading(sizes, memory, num_experts=count, **budgets)
+        needs, slots = needed_bytes(plan, sizes), min(plan.slots.values())
+        one = Machine(memory.free_bytes, count, slots, needs <= memory.usable_bytes)
         machines.append(one)
-        pages = max(0, memory.system_bytes - others - layers * slots * block)
-        kept = min(1.0, one.share + pages / (layers * count * block))
+        pages = max(0, memory.system_bytes - needs)
+        kept = min(1.0, one.share + pages / plan.expert_bytes)
         products = block / (1e9 * BANDWIDTH_SHARE * memory_gbps)
         costs.append(sum(fetch_seconds(block, one.share, kept, ssd_gbps)) + products)
     message = 4 * sizes.experts_per_token * sizes.hidden_size
@@ -177,9 +177,8 @@ def plan_machines(
     alone = None
     if N > 1:
         rates = {"ssd_gbps": ssd_gbps, "memory_gbps": memory_gbps}
-        one = plan_machines(
-            name, sizes, memories=[max(m.free_bytes for m in described)], link=link, **rates
-        )
+        largest = max(found, key=lambda memory: memory.usable_bytes)
+        one = plan_machines(name, sizes, memories=[largest], link=link, **budgets, **rates)
         alone = (one.slow, one.fast) if one.fits else None
     return MachinesPlan(name, sizes, tuple(machines), slow, fast, lines, alone)
 
