@@ -61,11 +61,22 @@ EXPERT_NAMES = (
     ),
     Experts(r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.down_proj", ("down_proj.weight",)),
     Experts(
+        r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.gate_up_proj"
+        rf"\.(?P<part>{'|'.join(PARTS)})",
+        ("gate_proj", "up_proj"),
+    ),
+    Experts(
+        r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.down_proj"
+        rf"\.(?P<part>{'|'.join(PARTS)})",
+        ("down_proj",),
+    ),
+    Experts(
         r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.(?P<expert>\d{1,9})"
         rf"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>{_PARTS})"
     ),
 )
-"""mlx-lm's stacks, transformers' fused tensors, and one tensor for each expert."""
+"""mlx-lm's stacks, transformers' fused tensors, the same packed, whose weights may lack the end
+``.weight``, and one tensor for each expert."""
 
 
 ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"

@@ -19,7 +19,7 @@ MEANINGS = {
     "Qwen3.6": ("mlx-community/Qwen3.6-35B-A3B-4bit", None, None),
     "qwen3.6@v2": ("mlx-community/Qwen3.6-35B-A3B-4bit", "v2", None),
     "qwen3.6:Q4_K_M": ("unsloth/Qwen3.6-35B-A3B-GGUF", None, "Q4_K_M"),
-    "flash-next": ("mlx-community/Qwen3.8-Flash-Next-4bit", None, None),
+    "flash-next": ("rapid-mlx/Qwen3.8-Flash-Next-4bit", None, None),
     "gpt-oss-120b": ("openai/gpt-oss-120b", None, None),
 }
 

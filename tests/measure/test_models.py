@@ -42,7 +42,8 @@ def test_sizes_are_those_of_the_layout(name):
 @pytest.mark.parametrize("name", ENTRIES)
 def test_downloads_have_the_published_bytes(name):
     """The weights, and an image tower of up to 1.3 GB. Packed integers are held with the scales
-    and biases of groups of 32, 5 bits of 4.5."""
+    and biases of groups of 32, 5 bits of 4.5. One repository has a head of multi-token prediction,
+    of 2.6e9 weights in 4.5 bits."""
     entry, model = ENTRIES[name], catalogue()[name]
     sizes = known_sizes(model)
     assert sizes.state_bytes > 0
@@ -51,6 +52,8 @@ def test_downloads_have_the_published_bytes(name):
     more = model.download_bytes - weights
     if name == "kimi-k2.6":
         more += sizes.expert_bytes // 10
+    if name == "flash-next":
+        more -= 2_607_150_848 * 9 // 16
     assert 0 <= more < 1.5e9
     assert (entry["download_source"] is None) == (more == 0)
 
@@ -136,10 +139,10 @@ def test_numbers_for_programs(capsys):
     assert found["machine"]["ssd_source"] == "given"
     by_name = {model["name"]: model for model in found["models"]}
     flash = by_name["flash-next"]
-    assert flash["repository"] == "mlx-community/Qwen3.8-Flash-Next-4bit"
+    assert flash["repository"] == "rapid-mlx/Qwen3.8-Flash-Next-4bit"
     assert flash["license"] == "qwen-community-1.0"
-    assert flash["download_bytes"] == 111_519_423_247
-    assert flash["expert_bytes"] == 48 * 512 * 3 * 640 * 2560 * 5 // 8
+    assert flash["download_bytes"] == 104_681_488_408
+    assert flash["expert_bytes"] == 48 * 512 * 2_764_800
     slow, fast = flash["expected_tokens_per_second"]
     assert 0 < slow < fast
 
