@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from mlx_moeflux.cli.common import add_machine_arguments, machine_memory, machine_rates
-from mlx_moeflux.experts.budget import Memory, format_bytes
+from mlx_moeflux.experts.budget import Memory, format_bytes, round_up
 from mlx_moeflux.measure.models import TOO_LARGE, Candidate, rank_models
 from mlx_moeflux.measure.plan import span
 from mlx_moeflux.measure.rates import Rates
@@ -77,7 +77,9 @@ def table(found: Sequence[Candidate], memory: Memory, rates: Rates) -> Iterator[
 
 def _row(one: Candidate) -> tuple[str, ...]:
     model, plan = one.model, one.plan
-    budgets = dict.fromkeys(f"{n / 1e9:.3g}" for n in (one.least_bytes, plan.budget_bytes))
+    # The smallest budget that works is rounded up, so that what is shown works; auto may give it.
+    least = round_up(one.least_bytes)
+    budgets = dict.fromkeys(f"{n / 1e9:.3g}" for n in (least, max(least, plan.budget_bytes)))
     return (
         model.name,
         "all" if plan.resident else " to ".join(budgets),

@@ -105,6 +105,13 @@ def format_bytes(count: float) -> str:
     return f"{int(count)} B"
 
 
+def round_up(count: int) -> int:
+    """Return the least number of three digits and zeros that is not below `count`.
+    :func:`format_bytes` shows all of it, so what is shown of a least budget is enough."""
+    step = 10 ** max(0, len(str(count)) - 3)
+    return -(-count // step) * step
+
+
 def smallest_budget(blocks: Mapping[int, int], experts_per_token: int, staging_bytes: int) -> int:
     """The fewest bytes that can work: one token's experts in every layer, and staging.
 
@@ -131,7 +138,7 @@ def slots_for_budget(
         raise MemoryBudgetError(
             f"{budget_bytes} bytes ({format_bytes(budget_bytes)}) for experts do not hold one "
             f"token's {experts_per_token} experts in each of {len(blocks)} layers; the smallest "
-            f"budget that works is {smallest} bytes ({format_bytes(smallest)})."
+            f"budget that works is {smallest} bytes ({format_bytes(round_up(smallest))})."
         )
     left = budget_bytes - staging_bytes
     even = min(left // sum(blocks.values()), num_experts)

@@ -18,6 +18,7 @@ from mlx_moeflux.experts.budget import (
     measure_memory,
     parse_budget,
     parse_share,
+    round_up,
     slots_for_budget,
     smallest_budget,
 )
@@ -102,6 +103,13 @@ def test_a_share_is_exact(total, quarters):
     assert parse_budget("100.00 %", total) == total
     if total * quarters >= 400:
         assert parse_budget(f"{quarters / 4}%", total) == total * quarters // 400
+
+
+@given(st.integers(1, 10**14))
+def test_what_is_shown_of_a_least_budget_is_enough(count):
+    shown = round_up(count)
+    assert count <= shown <= count + max(0, count // 99)
+    assert parse_budget(format_bytes(shown), 0) == shown
 
 
 def test_format():

@@ -83,30 +83,6 @@ def test_sizes_are_the_published_ones(name):
     assert sizes.embedding_bytes < sizes.trunk_bytes / 4
 
 
-# Rows of the README's table -> published checkpoint.
-README = {
-    "gpt-oss-20b (MXFP4)": "gpt-oss-20b-mxfp4-q8",
-    "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b-4bit",
-    "Qwen3-Next-80B-A3B": "qwen3-next-80b-a3b-4bit",
-    "Qwen3.5-122B-A10B": "qwen3.5-122b-a10b-4bit",
-    "DeepSeek-V3": "deepseek-v3-4bit",
-}
-
-
-def test_the_readme_shows_plans_by_memory():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    _, _, text = text.partition("## What runs in how much memory")
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    (_, *memories), _, *rows = rows[: 2 + len(README)]
-    assert [row[0] for row in rows] == [*README]
-    for name, *cells in rows:
-        for memory, cell in zip(memories, cells, strict=True):
-            plan = plan_model(name, sizes_at(README[name]), memory=memory.replace(" ", ""))
-            speed = re.search(r"^speed +(.+) tokens per second", str(plan), re.MULTILINE)[1]
-            bold = f"**{speed}**" if plan.resident else speed
-            assert cell == (bold if plan.fits else "-"), (name, memory)
-
-
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_plans_for_real_machines(name, memory):
