@@ -20,10 +20,12 @@ from mlx_moeflux.cli import main as run_command
 from mlx_moeflux.experts.budget import format_bytes, round_up
 from mlx_moeflux.measure.models import RESIDENT, TOO_LARGE, Candidate, known_sizes, rank_models
 from mlx_moeflux.measure.plan import plan_model, span
+from mlx_moeflux.measure.plan_machines import Link, plan_machines
 from mlx_moeflux.measure.rates import Rates, memory_bandwidth
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/budget.md", "docs/getting-started.md"))
+_GUIDES = ("budget", "getting-started", "many-machines")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _GUIDES))
 MARK = re.compile(r"(?<=^<!-- tools\.tables: )([\w-]+)( -->\n)(.*?)(?=\n\n)", re.M | re.S)
 
 # Models of the table of speeds, and bytes of all experts that make a model one of the larger.
@@ -75,6 +77,15 @@ FLAGS = (
     f"--ssd-gbps {EXAMPLE.ssd_gbps:g}"
 )
 PLANNED = "qwen3.5-35b"
+
+# Models on two Macs of a kind, and the links of docs/many-machines.md: RDMA and TCP.
+PAIRS = (
+    ("qwen3.5-397b", MACS[4]),
+    ("qwen3.5-397b", MACS[5]),
+    ("qwen3.5-122b", MACS[3]),
+    ("qwen3.6", MACS[3]),
+)
+LINKS = (Link(9.2e9, 18e-6), Link(2.5e9, 0.3e-3))
 
 
 @cache
@@ -139,6 +150,36 @@ def on_macs(name: str) -> str:
     return grid(rows)
 
 
+def two_macs() -> str:
+    """Return the table of tokens per second on one Mac and on two."""
+    head = ("model", "each Mac", RATES, "experts with a slot", "one Mac", "two, RDMA", "two, TCP")
+    rows: list[Sequence[str]] = [head]
+    for name, mac in PAIRS:
+        plans = [
+            plan_machines(
+                name,
+                known_sizes(catalogue()[name]),
+                memories=[mac.memory] * 2,
+                link=link,
+                memory_gbps=mac.memory_gbps,
+                ssd_gbps=mac.ssd_gbps,
+            )
+            for link in LINKS
+        ]
+        share, alone = plans[0].machines[0].share, plans[0].alone
+        rows.append(
+            (
+                catalogue()[name].title,
+                mac.title,
+                mac.rates,
+                "all" if share == 1 else f"{100 * share:.0f} % of its own",
+                "-" if alone is None else span(*alone),
+                *(span(plan.slow, plan.fast) if plan.fits else "-" for plan in plans),
+            )
+        )
+    return grid(rows)
+
+
 def fenced(text: str) -> str:
     """Return lines of a terminal as a block."""
     return f"```text\n{text.strip()}\n```"
@@ -171,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "larger-budgets": partial(budgets, larger=True),
     "gemma-4": partial(on_macs, "gemma-4"),
     "flash-next": partial(on_macs, "flash-next"),
+    "two-macs": two_macs,
     "models": models,
     "plan": plan,
 }
