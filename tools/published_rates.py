@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mlx_moeflux.checkpoint.catalogue import catalogue
 from mlx_moeflux.measure import plan as estimates
 from mlx_moeflux.measure.models import known_sizes
-from mlx_moeflux.measure.plan import plan_model, range_around, speeds
+from mlx_moeflux.measure.plan import plan_model, range_around, span, speeds
 
 FILE = Path(__file__).parents[1] / "tests/measure/published_rates.csv"
 USES = ("fitted", "seen", "later")
@@ -145,11 +145,11 @@ def main() -> None:
         for rate in rates:
             if rate.use == use:
                 published = " to ".join(dict.fromkeys((f"{rate.low:g}", f"{rate.high:g}")))
-                low, high = (f"{one:.2g}" for one in range_around(1 / rate.estimate()))
+                estimated = span(*range_around(1 / rate.estimate()))
                 memory = f" {rate.memory_gb} GB" if rate.memory_gb else ""
                 print(
                     f"| {rate.model} | {rate.mac},{memory} {rate.memory_gbps:g} GB/s | {rate.slots}"
-                    f" | {published} | {low} to {high} | {exp(rate.error()):.2f} | {rate.source} |"
+                    f" | {published} | {estimated} | {exp(rate.error()):.2f} | {rate.source} |"
                 )
         for known in (True, False):
             kind = [rate for rate in rates if (rate.use, rate.known) == (use, known)]
