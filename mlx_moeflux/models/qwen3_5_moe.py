@@ -42,6 +42,7 @@ NORMS = (
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
 )
+CONVOLUTION = ".conv1d.weight"
 FUSION_NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 
 
@@ -267,10 +268,16 @@ class Model(DecoderModel):
 
 def as_mlx_lm(trunk: dict[str, TensorRef], norms: tuple[str, ...]) -> dict[str, Transform]:
     """See :meth:`Model.transforms`. norms: Ends of the names of norms that are zero-centred."""
-    convolutions = [n for n in trunk if n.endswith(".conv1d.weight")]
-    if not any(trunk[n].shape[-1] != 1 and len(trunk[n].shape) == 3 for n in convolutions):
+    convolutions = [n for n in trunk if n.endswith(CONVOLUTION)]
+    if not is_original(trunk):
         return {n: _as_taps for n in convolutions if len(trunk[n].shape) == 2}
     return dict.fromkeys(convolutions, _transposed) | plus_one(trunk, norms)
+
+
+def is_original(trunk: dict[str, TensorRef]) -> bool:
+    """Return True if convolutions have the layout of Hugging Face originals."""
+    shapes = (ref.shape for name, ref in trunk.items() if name.endswith(CONVOLUTION))
+    return any(len(shape) == 3 and shape[-1] != 1 for shape in shapes)
 
 
 def plus_one(trunk: dict[str, TensorRef], norms: tuple[str, ...]) -> dict[str, Transform]:

@@ -2,23 +2,28 @@
 to chosen blocks of tokens and rows of n-grams.
 
 Source: transformers 5.24 `models/qwen4_exp/modeling_qwen4_exp.py`, which is authoritative.
-Checkpoints: Hugging Face originals (text or vision-language wrapper).
+Checkpoints: Hugging Face originals (text or vision-language wrapper), files for MLX with norms that
+are zero-centred or have their one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_moeflux.checkpoint.formats.decoded import sources_of
-from mlx_moeflux.checkpoint.names import Transform
+from mlx_moeflux.checkpoint.load import load_all
+from mlx_moeflux.checkpoint.names import MappedTensors, Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.errors import CheckpointError, UnsupportedError
 from mlx_moeflux.experts.budget import parse_share
 from mlx_moeflux.experts.io.row_table import RowTable
 from mlx_moeflux.experts.store import ExpertStore
@@ -39,7 +44,11 @@ NORMS = (
     *(f"indexer.{name}_layernorm.weight" for name in ("q", "k")),
     *GROUPED,
 )
-"""Ends of the names of norms that checkpoints of every layout store zero-centred."""
+"""Ends of the names of norms that the originals store zero-centred. Some files for MLX have added
+their one: names, shapes and dtypes are the same, so that the numbers alone tell them apart."""
+CENTRED, WHOLE = 0.5, 0.75
+"""Half of the norms have means below the first: they lack their one; or above the second: they have
+it. Of the originals the means are 0.22 on average (docs/formats.md)."""
 
 
 class GatedDeltaNet(qwen3_5_moe.GatedDeltaNet):
@@ -73,6 +82,15 @@ class StreamsHead(qwen3_5_moe.Head):
     """
 
     ZERO_CENTRED = (*NORMS, *qwen3_5_moe.FUSION_NORMS)
+
+    def transforms(self, mapped: MappedTensors) -> dict[str, Transform]:
+        """See :meth:`PredictionHead.transforms`. Where names of experts do not say it, the numbers
+        do; no text depends on a head, so that no answer of them is refused."""
+        if found := super().transforms(mapped):
+            return found
+        norms = _ending(mapped.trunk, NORMS).values()
+        add = _with_one(cache(lambda: middle_of(norms) < CENTRED))
+        return dict.fromkeys(_ending(mapped.trunk, self.ZERO_CENTRED), add)
 
     def make_fusion(self, config: Config) -> None:
         """See :meth:`PredictionHead.make_fusion`."""
@@ -232,10 +250,16 @@ class Model(qwen3_5_moe.Model):
         """See :meth:`DecoderModel.transforms`.
 
         Hugging Face originals store convolutions as [D, 1, W], MLX's files as [D, W, 1]. Norms are
-        zero-centred in both (mlx-vlm 0.7.10 `models/qwen4_exp/language.py`), but for
-        ``linear_attn.norm``.
+        zero-centred in the former, and in those of the latter that mlx-vlm 0.7.10 reads
+        (`models/qwen4_exp/language.py`); of the others :func:`lack_their_one` decides when they
+        are read. ``linear_attn.norm`` is never zero-centred.
         """
-        return qwen3_5_moe.as_mlx_lm(trunk, ()) | qwen3_5_moe.plus_one(trunk, NORMS)
+        found = qwen3_5_moe.as_mlx_lm(trunk, NORMS)
+        if qwen3_5_moe.is_original(trunk):
+            return found
+        norms = _ending(trunk, NORMS)
+        add = _with_one(cache(partial(lack_their_one, tuple(norms.values()))))
+        return found | dict.fromkeys(norms, add)
 
     @classmethod
     def conversions(cls, trunk: dict[str, TensorRef]) -> dict[str, Transform]:
@@ -247,3 +271,47 @@ class Model(qwen3_5_moe.Model):
         """See :meth:`DecoderModel.keeps_float32`; 1 + w does not fit a bfloat16, and these norms
         compute in float32."""
         return qwen3_5_moe.Model.keeps_float32(name) or name.endswith(GROUPED)
+
+
+def lack_their_one(norms: Sequence[TensorRef]) -> bool:
+    """Return True if norms are stored zero-centred, by the numbers in their files. Warns if they
+    are not.
+
+    Raises:
+        CheckpointError: They are neither, or cannot be read.
+    """
+    middle = middle_of(norms)
+    if middle < CENTRED:
+        return True
+    where = f"{norms[0].file}: half of the {len(norms)} norms"
+    if middle > WHOLE:
+        warnings.warn(
+            f"{where} have means of at least {middle:.2f}: their one is in the file, as in some "
+            "conversions for MLX, and is not added again.",
+            stacklevel=2,
+        )
+        return False
+    raise CheckpointError(
+        f"{where} have means below {middle:.2f}, neither about 0 nor about 1: whether they are "
+        "zero-centred is not known; convert the original again."
+    )
+
+
+def middle_of(norms: Iterable[TensorRef]) -> float:
+    """Return the median of the norms' means. The norm before the last mixer has 2.75 in the
+    originals, so that a mean over few layers says less."""
+    means = [norm.astype(mx.float32).mean() for norm in load_all(norms)]
+    return float(np.median(np.array(mx.stack(means))))
+
+
+def _ending(trunk: Mapping[str, TensorRef], ends: tuple[str, ...]) -> dict[str, TensorRef]:
+    return {name: ref for name, ref in trunk.items() if name.endswith(ends)}
+
+
+def _with_one(lacking: Callable[[], bool]) -> Transform:
+    """Return the function that gives norms their one if they are `lacking` it."""
+
+    def add(weight: mx.array) -> mx.array:
+        return weight.astype(mx.float32) + 1.0 if lacking() else weight
+
+    return add

@@ -101,7 +101,7 @@ def of_each_expert(tensors):
     return single
 
 
-def for_mlx(tensors):
+def for_mlx(tensors, added=1):
     """The names of mlx-vlm's head of its own, whose norms have the one."""
     own = {}
     for name, tensor in tensors.items():
@@ -112,7 +112,7 @@ def for_mlx(tensors):
         elif name.endswith("experts.down_proj"):
             own["layers.0.mlp.switch_mlp.down_proj.weight"] = tensor
         else:
-            own[name] = tensor.astype(mx.float32) + 1 if tensor.ndim == 1 else tensor
+            own[name] = tensor.astype(mx.float32) + added if tensor.ndim == 1 else tensor
     return own
 
 
@@ -149,6 +149,15 @@ def test_another_file_has_the_head(tmp_path, whole):
         mx.save_safetensors(str(path), for_mlx(head_tensors(MODULE)))
     with load(MODULE) as model, load(MODULE, mtp_path=path) as other:
         assert same_bits(drafted(other, MODULE), drafted(model, MODULE))
+
+
+@pytest.mark.parametrize("added", [0, 1])
+def test_a_head_of_streams_has_the_norms_that_its_numbers_say(tmp_path, added):
+    """Files for MLX have them in either form."""
+    path, case = tmp_path / "head.safetensors", "qwen4_exp_rows"
+    mx.save_safetensors(str(path), for_mlx(head_tensors(case), added))
+    with load(case) as model, load(case, mtp_path=path) as other:
+        assert same_bits(drafted(other, case), drafted(model, case))
 
 
 def test_a_quantised_head_computes_with_its_values(tmp_path):

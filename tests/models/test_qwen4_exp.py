@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,8 +18,9 @@ import pytest
 
 from mlx_moeflux.cache import IndexedCache, KVCache
 from mlx_moeflux.cache.state.sequence import SequenceState
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
-from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.errors import CheckpointError, InputError, UnsupportedError
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.kernels.attention.attention import causal_sdpa
 from mlx_moeflux.kernels.attention.choose_blocks import best_blocks, choose_blocks
@@ -27,6 +29,7 @@ from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.indexed_attention import IndexedAttention, Indexer
 from mlx_moeflux.models.ngrams import NgramHashes
+from mlx_moeflux.models.qwen4_exp import NORMS
 from mlx_moeflux.models.residual_streams import GatedResidual
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits
@@ -316,6 +319,69 @@ def test_a_table_that_changed_is_an_error(tmp_path):
         with pytest.raises(Exception, match=r"model\.safetensors"):
             model(mx.array([[4]]), state)
         assert state[0].seen() == [3]
+
+
+# ---- Norms with their one and without
+
+
+def with_norms(out, *, added, mlx=True, only=""):
+    """Copy the twin, in the layout of files for MLX, with `added` to its norms, in float32. only:
+    What their names have in them."""
+    directory = shutil.copytree(ROWS, out)
+    file, tensors = directory / "model.safetensors", {}
+    for name, tensor in mx.load(str(file)).items():
+        if name.endswith(".conv1d.weight") and mlx:
+            tensor = tensor.moveaxis(2, 1)
+        if name.endswith(NORMS) and only in name:
+            tensor = tensor.astype(mx.float32) + added
+        tensors[name] = tensor
+    mx.save_safetensors(str(file), tensors)
+    return directory
+
+
+def answers(directory, memory):
+    tokens = mx.load(str(ROWS / "golden.safetensors"))["tokens"]
+    options = {"expert_memory": memory, "dtype": mx.float32}
+    with load_model(directory, **options) as model:
+        return model(tokens)
+
+
+@pytest.mark.parametrize("memory", ["100%", "50%"])
+def test_norms_are_what_the_numbers_of_a_file_for_mlx_say(tmp_path, recwarn, memory):
+    expected = answers(ROWS, memory)
+    centred = with_norms(tmp_path / "centred", added=0)
+    assert same_bits(answers(centred, memory), expected)
+    assert not recwarn.list
+    whole = with_norms(tmp_path / "whole", added=1)
+    words = r"19 norms have means of at least 1\.09: their one is in the file"
+    with pytest.warns(match=words) as said:
+        assert same_bits(answers(whole, memory), expected)
+    assert len(said) == 1
+    assert "\n" not in str(said[0].message)
+    # What a conversion writes has another layout and the same norms.
+    for source in (centred, whole):
+        packed = convert(source, tmp_path / f"packed of {source.name}")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert same_bits(answers(packed, memory), expected)
+        assert len(said) == (source == whole)
+
+
+def test_norms_in_between_are_refused_in_a_line(tmp_path):
+    with pytest.raises(CheckpointError, match="neither about 0 nor about 1") as error:
+        load_model(with_norms(tmp_path / "half", added=0.5))
+    assert "model.safetensors: half of the 19 norms have means below 0.59" in str(error.value)
+    assert "\n" not in str(error.value)
+    # One norm, as the originals have it before the last mixer, decides nothing.
+    last = with_norms(tmp_path / "last", added=2.75, only="model.hyper_connection_mixer")
+    answers(last, "100%")
+
+
+def test_the_layout_of_originals_says_that_norms_lack_their_one(tmp_path, recwarn):
+    """Whatever their numbers are."""
+    original = with_norms(tmp_path / "original", added=1, mlx=False)
+    assert not same_bits(answers(original, "100%"), answers(ROWS, "100%"))
+    assert not recwarn.list
 
 
 # ---- States
