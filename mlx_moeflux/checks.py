@@ -15,7 +15,10 @@ MOST_AXES = 8
 
 def shown(value: object) -> str:
     """Return a value for a message, in one line of at most 60 characters."""
-    line = " ".join(repr(value).split())
+    try:
+        line = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001  # a caller's class, or more digits than Python writes
+        return f"of type {type(value).__name__}, which cannot be printed"
     return line if len(line) <= 60 else f"{whole_words(line[:57])}..."
 
 
@@ -36,19 +39,29 @@ def is_shape(value: object) -> TypeGuard[list[int]]:
 
 def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
     """Raise an InputError unless `value` is a finite number from `low` to `high`."""
-    if not isinstance(value, Real):
-        raise InputError(f"{name} is {value!r}; give a number.")
-    if not (low <= value <= high and math.isfinite(value)):
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InputError(f"{name} is {shown(value)}; give a number.")
+    if not _is_finite(value):
+        raise InputError(f"{name} is {shown(value)}; it must be finite.")
+    if not low <= value <= high:
         bounds = [f"at least {low}"] * (low > -math.inf) + [f"at most {high}"] * (high < math.inf)
-        raise InputError(f"{name} is {value}; it must be {' and '.join(bounds) or 'finite'}.")
+        raise InputError(f"{name} is {shown(value)}; it must be {' and '.join(bounds)}.")
+
+
+def _is_finite(value: Real) -> bool:
+    """Return True for a number that a float can have."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
-    """Raise an InputError unless `value` is an integer from `low` up."""
-    if not isinstance(value, Integral):
-        raise InputError(f"{name} is {value!r}; give an integer{hint}.")
+    """Raise an InputError unless `value` is an integer from `low` up. True is none."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InputError(f"{name} is {shown(value)}; give an integer{hint}.")
     if value < low:
-        raise InputError(f"{name} is {value}; it must be at least {low}{hint}.")
+        raise InputError(f"{name} is {shown(value)}; it must be at least {low}{hint}.")
 
 
 def check_callable(name: str, value: object, *arguments: str) -> None:
@@ -57,7 +70,7 @@ def check_callable(name: str, value: object, *arguments: str) -> None:
     if value is None:
         return
     if not callable(value):
-        raise InputError(f"{name} is {value!r}; give a callable.")
+        raise InputError(f"{name} is {shown(value)}; give a callable.")
     if arguments:
         _check_call(name, value, f"({', '.join(arguments)})", arguments)
 

@@ -345,12 +345,20 @@ def lacks(kind: type[ExpertStore], member: str) -> InputError:
     return InputError(f"{kind.__name__} has no '{member}'; see the ExpertStore class.")
 
 
-def check_members(store: ExpertStore) -> None:
-    """Look at what a store sets besides its methods, which the class itself requires.
+def check_members(store: Any) -> None:
+    """Look at the class of a given store, and at what it sets besides the methods that its class
+    requires.
 
     Raises:
-        InputError: `layers` or `num_experts` is missing.
+        InputError: It is no ExpertStore, or a class; `layers` or `num_experts` is missing.
     """
+    if isinstance(store, type):
+        raise InputError(f"the given store {store.__name__} is a class; pass an instance of it.")
+    if not isinstance(store, ExpertStore):
+        raise InputError(
+            f"the given store is of class {type(store).__name__}; make its class a subclass of "
+            "ExpertStore."
+        )
     try:
         _ = store.layers, store.num_experts
     except AttributeError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache import MOST_ROWS
-from mlx_moeflux.checks import check_method
+from mlx_moeflux.checks import check_method, shown
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.named import label
 from mlx_moeflux.generation.draft_gate import DraftGate
@@ -47,8 +47,8 @@ def check_drafts(given: Any) -> None:
         return
     if isinstance(given, str | int | None):
         raise InputError(
-            f"drafts is {given!r}; give {OFF}, {AUTO}, {', '.join(SOURCES)}, a number from 1 to "
-            f"{MOST_DRAFTS}, or an object with begin(prompt)."
+            f"drafts is {shown(given)}; give {OFF}, {AUTO}, {', '.join(SOURCES)}, a number from "
+            f"1 to {MOST_DRAFTS}, or an object with begin(prompt)."
         )
     if isinstance(given, type):
         raise InputError(f"the drafts {given.__name__} are a class; pass an instance of it.")

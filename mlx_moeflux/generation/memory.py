@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.backend import is_lost
+from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import AUTO, format_bytes, parse_budget
 from mlx_moeflux.kernels.runtime import device
@@ -37,13 +38,13 @@ def parse_wired_memory(value: str | float | None) -> str | int | None:
     Raises:
         InputError: It is none of these, or more than Metal recommends.
     """
-    if value is None or value in (AUTO, OFF):
+    if value is None or (isinstance(value, str) and value in (AUTO, OFF)):
         return value
     try:
         nbytes = parse_budget(value, _most_wired() or 0)
     except InputError as error:
         raise InputError(
-            f"wired_memory is {value!r}; give auto, off or an amount such as 20GB."
+            f"wired_memory is {shown(value)}; give auto, off or an amount such as 20GB."
         ) from error
     most = _most_wired()
     if nbytes is not None and most is not None and nbytes > most:

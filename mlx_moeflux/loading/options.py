@@ -12,6 +12,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mlx_moeflux.errors import InputError
@@ -118,13 +119,13 @@ class LoadOptions:
     )
     kv_bits: int | None = option(
         None,
-        values.integer,
+        values.kv_bits,
         "Store keys and values in 4 or 8 bits; smaller and lossy, which the statistics report.",
         Flag("keep keys and values in 4 or 8 bits: smaller and lossy", int),
     )
     kv_group_size: int = option(
         64,
-        values.integer,
+        values.kv_group_size,
         "Numbers that share a scale, with `kv_bits`.",
         Flag("of --kv-bits, default %(default)s", int),
     )
@@ -155,15 +156,15 @@ class LoadOptions:
     )
     router: Router | None = option(
         None,
-        values.anything,
+        values.router,
         "Replaces the model's router. The protocol of each replacement states shapes, and a wrong "
         "shape raises here.",
     )
-    store: ExpertStore | None = option(None, values.anything, "Replaces the store of experts.")
-    reader: Reader | None = option(None, values.anything, "Replaces the reader of expert blocks.")
+    store: ExpertStore | None = option(None, values.store, "Replaces the store of experts.")
+    reader: Reader | None = option(None, values.reader, "Replaces the reader of expert blocks.")
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = option(
         None,
-        values.anything,
+        values.kernels,
         "Operation -> name of an implementation or a callable, or a text such as "
         '"auto,sdpa=reference".',
     )
@@ -357,19 +358,31 @@ def _listed() -> str:
     )
 
 
-def check_arguments(function: str, arguments: type[LoadOptions], given: Mapping[str, Any]) -> None:
+def check_arguments(
+    function: str, arguments: type[LoadOptions], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Compare the names of given arguments with those that a function takes, and check the values.
     No file is opened.
+
+    Returns:
+        The given arguments; an integer of another type, such as NumPy's, is one of Python's.
 
     Raises:
         InputError: A name is unknown, and the message has the nearest known one; or a value is of
             another type, unit or range.
     """
     known = {field.name: field for field in dataclasses.fields(arguments)}
-    for name, value in given.items():
+    checked = {name: _plain(value) for name, value in given.items()}
+    for name, value in checked.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             mend = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
             raise InputError(f"{function} has no option '{name}'; {mend}")
         if value is not known[name].default:
             known[name].metadata["check"](name, value)
+    return checked
+
+
+def _plain(value: Any) -> Any:
+    """Return an integer as Python's, whose sums do not overflow, and another value as it is."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value

@@ -110,7 +110,8 @@ def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
     Raises:
         MoefluxError: One of its kinds, in one sentence.
     """
-    check_arguments("load_model", LoadModelArguments, {"path": path, **options})
+    options = check_arguments("load_model", LoadModelArguments, {"path": path, **options})
+    path = options.pop("path")
     use_mlx()
     distributed = options.get("distributed")
     _prepare_gpu(distributed)

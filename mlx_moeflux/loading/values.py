@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_moeflux.checks import check_callable, check_integer, shown
+from mlx_moeflux.checks import check_callable, check_integer, is_positive, shown
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
 
@@ -51,14 +51,27 @@ def boolean(name: str, value: Any) -> None:
 
 
 def integer(name: str, value: Any) -> None:
-    """Check an integer from 1 on."""
+    """Check an integer from 1 on that 63 bits hold."""
     check_integer(name, value, 1)
+    if not is_positive(value):
+        raise InputError(f"{name} is {shown(value)}; it must be below 2^63.")
 
 
 def text(name: str, value: Any) -> None:
-    """Check a text."""
+    """Check a text that has characters, which UTF-8 can have."""
     if not isinstance(value, str):
         raise InputError(f"{name} is {shown(value)}; give a text.")
+    if not value.strip() or "\0" in value or not _is_utf8(value):
+        raise InputError(f"{name} is {shown(value)}; give a name.")
+
+
+def _is_utf8(value: str) -> bool:
+    """Return False for a text with half of a pair of surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def mapping(name: str, value: Any) -> None:
@@ -69,7 +82,10 @@ def mapping(name: str, value: Any) -> None:
 
 def path(name: str, value: Any, *, mend: str = "give a path") -> None:
     """Check a path that the system can name; nothing need be there. mend: The end of a message."""
-    given = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    try:
+        given = os.fspath(value)
+    except TypeError:
+        given = value
     if not isinstance(given, str) or not given or "\0" in given:
         raise InputError(f"{name} is {shown(given)}; {mend}.")
     try:
@@ -95,19 +111,84 @@ def event_hook(name: str, value: Any) -> None:
     check_callable(name, value, "event")
 
 
-# Protocols below are of rooms that need MLX, which reading a command line does not.
+# Checks below import rooms that need MLX, which reading a command line does not.
 
 
-def anything(name: str, value: Any) -> None:
-    """Let an object pass that its protocol's own check sees when it is used."""
+def router(name: str, value: Any) -> None:
+    """Check what a router has besides its answers."""
+    from mlx_moeflux.models.moe import check_router_members
+
+    check_router_members(value)
+
+
+def store(name: str, value: Any) -> None:
+    """Check what a store of experts has besides its answers."""
+    from mlx_moeflux.experts.store import check_members
+
+    check_members(value)
+
+
+def reader(name: str, value: Any) -> None:
+    """Check the methods of a reader."""
+    from mlx_moeflux.experts.io.readers import check_methods
+
+    check_methods(value)
+
+
+def kernels(name: str, value: Any) -> None:
+    """Check operations and kinds of choices; their names and answers the registry checks."""
+    from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, parse, unknown_operation
+
+    if isinstance(value, Kernels):
+        return
+    if isinstance(value, str):
+        choices = [(operation, choice) for operation, choice in parse(value, name) if operation]
+    elif isinstance(value, Mapping):
+        choices = value.items()
+    else:
+        raise InputError(
+            f"{name} is {shown(value)}; give operation -> name or callable, or a text such as "
+            "'auto,sdpa=reference'."
+        )
+    for operation, choice in choices:
+        if not isinstance(operation, str) or not (isinstance(choice, str) or callable(choice)):
+            raise InputError(
+                f"{name} has {shown(operation)}: {shown(choice)}; give operation -> name or "
+                "callable."
+            )
+        if operation not in OPERATIONS:
+            raise unknown_operation(operation)
+
+
+def kv_bits(name: str, value: Any) -> None:
+    """Check bits of stored keys and values."""
+    from mlx_moeflux.cache.kv import KV_BITS
+
+    _one_of(name, value, KV_BITS)
+
+
+def kv_group_size(name: str, value: Any) -> None:
+    """Check how many stored keys or values share a scale."""
+    from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
+
+    _one_of(name, value, GROUP_SIZES)
+
+
+def _one_of(name: str, value: Any, numbers: Sequence[int]) -> None:
+    """Check an integer that is one of a few."""
+    check_integer(name, value, 1)
+    if value not in numbers:
+        known = f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+        raise InputError(f"{name} is {shown(value)}; give {known}.")
 
 
 def dtype(name: str, value: Any) -> None:
-    """Check a dtype of MLX."""
+    """Check a dtype that models compute in."""
     import mlx.core as mx
 
-    if not isinstance(value, mx.Dtype):
-        raise InputError(f"{name} is {shown(value)}; give an MLX dtype such as mx.bfloat16.")
+    floats = mx.bfloat16, mx.float16, mx.float32
+    if not isinstance(value, mx.Dtype) or value not in floats:
+        raise InputError(f"{name} is {shown(value)}; give mx.bfloat16, mx.float16 or mx.float32.")
 
 
 def reader_name(name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.checks import has_parameter
+from mlx_moeflux.checks import has_parameter, is_positive, shown
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.compute import check_ids
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
@@ -81,21 +81,30 @@ def takes_layer(router: Any) -> bool:
     return has_parameter(router, "layer")
 
 
+def check_router_members(router: Any) -> None:
+    """Raise an InputError if a given router is a class, cannot be called or states no K."""
+    if isinstance(router, type):
+        raise InputError(f"the router {router.__name__} is a class; pass an instance of it.")
+    K = getattr(router, "num_experts_per_tok", None)
+    if not callable(router) or not is_positive(K):
+        raise InputError(
+            f"the router {shown(router)} has as num_experts_per_tok {shown(K)}; give a callable "
+            "with an int from 1 on; see the Router protocol."
+        )
+
+
 def check_router(router: Router, num_experts: int, layers: Iterable[int]) -> None:
     """Run `router` on random logits: once, or for each of `layers` if it takes its layer.
 
     Raises:
-        InputError: It is a class, or fails.
-        ShapeError: Ids or weights are missing, or have a wrong shape, dtype, order or range.
+        InputError: It fails.
+        ShapeError: K is more than the experts; or ids or weights are missing, or have a wrong
+            shape, dtype, order or range.
     """
-    if isinstance(router, type):
-        raise InputError(f"the router {router.__name__} is a class; pass an instance of it.")
-    N, K = 5, getattr(router, "num_experts_per_tok", None)
+    N, K = 5, router.num_experts_per_tok
     name = type(router).__name__
-    if not isinstance(K, int) or not 1 <= K <= num_experts:
-        raise ShapeError(
-            f"{name}.num_experts_per_tok is {K!r}; it must be an int between 1 and {num_experts}."
-        )
+    if num_experts < K:
+        raise ShapeError(f"{name}.num_experts_per_tok is {K}; this model has {num_experts}.")
     logits = mx.random.normal((N, num_experts), key=mx.random.key(0))
     layered = takes_layer(router)
     for layer in layers if layered else (0,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_moeflux.checks import check_method
+from mlx_moeflux.checks import check_method, shown
 from mlx_moeflux.errors import InputError
 
 NONE = "none"
@@ -26,12 +26,12 @@ def policy_of(
             cannot be called with the protocol's arguments.
     """
     kind = protocol.__name__.lower()
-    if optional and (policy is None or policy == NONE):
+    if optional and (policy is None or (isinstance(policy, str) and policy == NONE)):
         return None
     if isinstance(policy, str):
         if policy not in known:
             names = ", ".join([NONE] * optional + list(known))
-            raise InputError(f"no {kind} is called '{policy}'; there are {names}.")
+            raise InputError(f"no {kind} is called {shown(policy)}; there are {names}.")
         return known[policy]()
     if isinstance(policy, type):
         raise InputError(f"the {kind} {policy.__name__} is a class; pass an instance of it.")

@@ -12,7 +12,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.checks import is_positive
+from mlx_moeflux.checks import is_positive, shown
 from mlx_moeflux.errors import (
     ExpertFileError,
     InputError,
@@ -844,7 +844,7 @@ class StreamedStore(ExpertStore):
 def check_threads(threads: int) -> None:
     """Raise InputError unless `threads` is an integer between 1 and MOST_THREADS."""
     if not is_positive(threads) or threads > MOST_THREADS:
-        raise InputError(f"{threads!r} threads cannot read experts; give 1 to {MOST_THREADS}.")
+        raise InputError(f"{shown(threads)} threads cannot read experts; give 1 to {MOST_THREADS}.")
 
 
 def _account(state: StreamedLayer, start: float, stalled: float) -> None:
