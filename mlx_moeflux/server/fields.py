@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -35,41 +36,66 @@ and `n_probs` as false and 0."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Samplers that are off.
     "repeat_penalty": (1,), "rep_pen": (1,), "encoder_repetition_penalty": (1,),
-    "typical_p": (1,), "typical": (1,), "tfs_z": (1,), "tfs": (1,), "top_n_sigma": (-1,),
-    "dynatemp_exponent": (1,), "smoothing_curve": (1,), "guidance_scale": (1,), "cfg_scale": (1,),
+    "typical_p": (1,), "typical": (1,), "typ_p": (1,), "tfs_z": (1,), "tfs": (1,),
+    "top_n_sigma": (-1,),
+    "dynatemp_exponent": (1,), "temp_exponent": (1,), "min_temp": (1,), "max_temp": (1,),
+    "dynatemp_low": (1,), "dynatemp_high": (1,), "smoothing_curve": (1,),
+    "guidance_scale": (1,), "cfg_scale": (1,),
     "length_penalty": (1,), "diversity_penalty": (1,), "num_beams": (1,), "beam_width": (1,),
     # Lengths without a limit, one reply, and no choice of a place.
     "n_predict": (-1,), "max_new_tokens": (-1,), "best_of": (1,), "id_slot": (-1,),
-    "truncate_prompt_tokens": (-1,),
+    "truncate_prompt_tokens": (-1,), "n_keep": (-1,), "t_max_predict_ms": (-1,),
     "thinking_budget": (-1,), "reasoning_budget": (-1,),
     # What this server does.
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False),
+    "add_bos_token": (True,), "add_special": (True,), "parse_special": (True,),
     "detokenize": (True,), "do_sample": (True,), "include_reasoning": (True,),
     "separate_reasoning": (True,), "stream_reasoning": (True,), "parse_tool_calls": (True,),
     "reasoning_format": ("auto", "deepseek"), "reasoning_in_content": (False,),
-    "function_call": ("auto", "none"), "parallel_tool_calls": (True,),
-    "truncation": ("auto", "disabled"),
+    "function_call": ("auto", "none"), "parallel_tool_calls": (True, False),
+    "truncation": ("auto", "disabled"), "result_format": ("message",), "mode": ("instruct",),
+    "route": ("fallback",),
 }  # fmt: skip
-"""Fields of other servers -> values by which they change nothing."""
+"""Fields of other servers -> values by which they change nothing. Where that is True alone, False
+asks for something."""
+
+PENALTIES = {"repetition_penalty": (None, 0, 1), "presence_penalty": (None, 0),
+             "frequency_penalty": (None, 0)}  # fmt: skip
+"""Penalties that a server may have -> values by which they are off."""
+
+WINDOWS = {
+    "repetition_context_size": ("repetition_penalty",), "rep_pen_range": ("repetition_penalty",),
+    "presence_context_size": ("presence_penalty",),
+    "frequency_context_size": ("frequency_penalty",),
+    "repeat_last_n": tuple(PENALTIES), "penalty_last_n": tuple(PENALTIES),
+    "penalty_range": tuple(PENALTIES),
+}  # fmt: skip
+"""How many of the last tokens count -> for which penalties. Here all do, which -1 says."""
 
 HINTS = (
     # Bounds of samplers that are refused when they are on.
-    "repeat_last_n", "repetition_context_size", "rep_pen_range", "penalty_last_n", "penalize_nl",
-    "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+    "penalize_nl", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
     "mirostat_tau", "mirostat_eta", "min_keep",
-    # How long a model stays, which request it is, and what is told besides the reply.
-    "keep_alive", "ttl", "priority", "request_id", "rid", "session_id", "cache_salt",
-    "timings_per_token", "return_progress", "verbosity",
+    # How long a model stays and how large a context it has, how a reply is computed, which request
+    # it is, and what is told besides the reply.
+    "keep_alive", "ttl", "num_ctx", "guided_decoding_backend", "provider", "priority", "request_id",
+    "rid", "session_id", "cache_salt", "usage", "timings_per_token", "return_progress",
+    "verbosity", "tool_stream", "incremental_output",
 )  # fmt: skip
 """Fields of other servers that change nothing, whatever their value."""
 
 _THINKING = re.compile("think|reason")
 
 
-def _asks(name: str, value: Any) -> bool:
-    """Return True if a field that is not known asks for something, as `think_budget` does by 0."""
+def _asks(name: str, value: Any, body: Mapping[str, Any]) -> bool:
+    """Return True if a field of a body that is not known asks for something, as `think_budget` does
+    by 0."""
+    if name in WINDOWS:
+        return value != -1 and any(body.get(p) not in PENALTIES[p] for p in WINDOWS[name])
     if name in HINTS or value in NEUTRAL.get(name, ()):
         return False
+    if value is False and any(neutral is True for neutral in NEUTRAL.get(name, ())):
+        return True
     if isinstance(value, int | float) and _THINKING.search(name):
         return True
     return value not in NOTHING
@@ -98,7 +124,7 @@ class Fields(BaseModel):
         own, inert = cls.own, cls.inert
         given = {name: inner for name, inner in value.items() if inner is not None and name in own}
         for name, inner in value.items():
-            if name not in own and name not in inert and _asks(name, inner):
+            if name not in own and name not in inert and _asks(name, inner, value):
                 # One is enough to refuse the object, which may have millions.
                 return given | {name: inner}
         return given

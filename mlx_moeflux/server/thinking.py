@@ -16,6 +16,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ul
 EFFORTS: tuple[str, ...] = get_args(Effort)
 """From no thinking to the most."""
 
+UNDECIDED = ("auto", "default")
+"""Words of clients for the model's own effort."""
+
 OFF = ("none", "minimal")
 """Efforts that turn thinking off where a template reads an on/off switch alone."""
 
@@ -56,6 +59,8 @@ def _asked(value: Any) -> Thinking:
     if isinstance(value, bool):
         return Thinking(value)
     if isinstance(value, str):
+        if value in UNDECIDED:
+            return Thinking()
         if value not in EFFORTS:
             raise ValueError(f"give true, false, or one of {', '.join(EFFORTS)}")
         return Thinking(effort=value)

@@ -44,14 +44,28 @@ NEUTRAL = {
     "ignore_eos": ([False], [True]),
     "min_tokens": ([0], [4]),
     "use_beam_search": ([False], [True]),
-    "skip_special_tokens": ([True], ["x"]),
-    "spaces_between_special_tokens": ([True], []),
+    "skip_special_tokens": ([True, None], ["x", False]),
+    "spaces_between_special_tokens": ([True, False], []),
+    "detokenize": ([True], [False]),
+    "do_sample": ([True], [False]),
+    "parse_tool_calls": ([True], [False]),
+    "add_bos_token": ([True], [False]),
+    "typ_p": ([1.0], [0.9]),
+    "min_temp": ([1], [0.5]),
+    "t_max_predict_ms": ([-1, 0], [500]),
+    "route": (["fallback"], ["other"]),
+    "result_format": (["message"], ["text"]),
+    "mode": (["instruct"], ["chat"]),
     "separate_reasoning": ([True], [False]),
     "include_reasoning": ([True], [False]),
     "reasoning_format": (["auto", "deepseek"], ["none"]),
     "reasoning_budget": ([-1], [0, 100]),
     "repeat_last_n": ([64, -1, 0], []),
     "repetition_context_size": ([20], []),
+    "num_ctx": ([4096], []),
+    "guided_decoding_backend": (["xgrammar"], []),
+    "provider": ([{"order": ["a"]}], []),
+    "usage": ([{"include": True}], []),
     "keep_alive": (["5m", -1, 0, 3.5], []),
     "ttl": ([300, 0], []),
     "timings_per_token": ([True, False], []),
@@ -86,6 +100,32 @@ def test_a_value_that_changes_nothing_is_accepted_and_no_other(read, protocol, n
         with pytest.raises(RequestError, match=f"'{name}' is not offered") as caught:
             read(protocol, **{name: value})
         assert (caught.value.status, caught.value.param) == (400, name)
+
+
+WINDOWS = {
+    "repetition_context_size": {"repetition_penalty": 1.2},
+    "presence_context_size": {"presence_penalty": 0.5},
+    "frequency_context_size": {"frequency_penalty": -0.5},
+    "repeat_last_n": {"presence_penalty": 0.5},
+    "penalty_range": {"repetition_penalty": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_of_a_penalty_acts_only_beside_it(read, name):
+    """Here all tokens count, which -1 says."""
+    on = WINDOWS[name]
+    off = dict.fromkeys(on, 1 if "repetition_penalty" in on else 0)
+    for fields in ({}, off, dict.fromkeys(on)):
+        assert read(openai_chat, **{name: 64}, **fields) == read(openai_chat, **fields)
+    assert read(openai_chat, **{name: -1}, **on) == read(openai_chat, **on)
+    with pytest.raises(RequestError, match=f"'{name}' is not offered"):
+        read(openai_chat, **{name: 64}, **on)
+
+
+@pytest.mark.parametrize("word", ["auto", "default"])
+def test_an_effort_that_is_left_to_the_model_asks_nothing(read, word):
+    assert read(openai_chat, reasoning_effort=word) == read(openai_chat)
 
 
 @pytest.mark.parametrize("protocol", BODIES, ids=lambda module: module.__name__[-18:])
@@ -161,6 +201,17 @@ PROVIDED = [
     {"type": "mcp", "server_label": "a", "server_url": "http://127.0.0.1:1"},
     {"type": "bash_20250124", "name": "bash"}, {"type": "file_search", "vector_store_ids": ["v"]},
 ]  # fmt: skip
+
+
+def test_a_tool_without_a_type_is_a_function_or_named_by_its_field(read):
+    untyped = {"function": FUNCTION}
+    assert read(openai_chat, tools=[untyped]) == read(openai_chat, tools=[OWN[openai_chat]])
+    for tool in ({"googleSearch": {}}, {"type": None, "url_context": {}}):
+        assert read(openai_chat, tools=[untyped, tool]) == read(openai_chat, tools=[untyped])
+        with pytest.raises(RequestError, match=r"'tools.0' .*'(googleSearch|url_context)'"):
+            read(openai_chat, tools=[tool])
+    with pytest.raises(RequestError, match=r"'tools.1.function' is missing"):
+        read(openai_chat, tools=[untyped, FUNCTION])
 
 
 @pytest.mark.parametrize("protocol", OWN, ids=lambda module: module.__name__[-18:])

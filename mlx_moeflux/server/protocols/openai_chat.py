@@ -135,7 +135,10 @@ class FunctionTool(OpenFields):
 def _typed(value: Any) -> Any:
     """Return a tool with its type, which some clients leave out."""
     if isinstance(value, dict) and value.get("type") is None:
-        return {**value, "type": "function"}
+        # A provider's tool without one is an object in a field: {"googleSearch": {}}.
+        fields = [name for name in value if name != "type"]
+        provided = len(fields) == 1 and fields[0] not in ("function", "name")
+        return {**value, "type": fields[0] if provided else "function"}
     return value
 
 
