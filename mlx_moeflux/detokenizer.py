@@ -18,7 +18,8 @@ REPLACEMENT = "\ufffd"
 SPACE = "\u2581"  # as sentencepiece spells it
 MOST_STEPS = 16
 _NO_BYTE = re.compile("[\udc80-\udcff]")
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_DIGITS = "0123456789abcdefABCDEF"
+_BYTE_PIECES = {f"<0x{a}{b}>": int(a + b, 16) for a in _DIGITS for b in _DIGITS}
 
 
 class Decoder:
@@ -138,10 +139,8 @@ def _sentence(prefixed: bool, trimmed: bool) -> _Step:
 
 def _whole(run: bytes) -> str:
     """Return the text of bytes, or a replacement for each if they are none."""
-    try:
-        return run.decode()
-    except UnicodeDecodeError:
-        return REPLACEMENT * len(run)
+    text = run.decode("utf-8", "surrogateescape")
+    return REPLACEMENT * len(run) if _NO_BYTE.search(text) else text
 
 
 def _each(run: bytes) -> str:
@@ -154,8 +153,8 @@ def _join_bytes(tokens: list[str], text_of: Callable[[bytes], str] = _whole) -> 
     joined: list[str] = []
     run = bytearray()
     for token in tokens:
-        if len(token) == 6 and _BYTE_PIECE.fullmatch(token):
-            run.append(int(token[3:5], 16))
+        if (byte := _BYTE_PIECES.get(token)) is not None:
+            run.append(byte)
             continue
         if run:
             joined.append(text_of(bytes(run)))
@@ -203,7 +202,7 @@ class PieceDetokenizer:
             return ""
         self._pending.append(token)
         # A run of byte pieces can be decoded only at its end.
-        if _BYTE_PIECE.fullmatch(spelled):
+        if spelled in _BYTE_PIECES:
             return ""
         return self._advance(final=False)
 

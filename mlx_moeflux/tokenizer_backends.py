@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mlx_moeflux.detokenizer import SPACE, Decoder
@@ -68,10 +67,12 @@ class BytePairs:
         return self._decoder.byte_level
 
     def encode(self, text: str, special: bool) -> list[int]:
-        with _faults("text"):
+        try:
             if len(text) < LONG:
                 return self.backend.encode(text, add_special_tokens=special).ids
             return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except BaseException as error:  # noqa: BLE001
+            raise _translated(error) from None
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         return decoded(self._decoder, ids, self.special_ids() if skip_special else ())
@@ -122,8 +123,10 @@ class SentencePieces:
         return {"prefixed": prefixed, "trimmed": prefixed and twice == ""}
 
     def encode(self, text: str, special: bool) -> list[int]:
-        with _faults("text"):
+        try:
             return self.backend.encode(text, add_bos=special and self.backend.bos_id() >= 0)
+        except BaseException as error:  # noqa: BLE001
+            raise _translated(error) from None
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         return decoded(self._decoder, ids, self.special_ids() if skip_special else ())
@@ -167,15 +170,12 @@ def decoded(decoder: Decoder, ids: Sequence[int], skipped: frozenset[int] | tupl
         raise InputError(f"the tokenizer fails on this list of ids: {error}.") from None
 
 
-@contextmanager
-def _faults(what: str) -> Iterator[None]:
-    """Turn what a library raises into an InputError. A panic of Rust is a BaseException."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"the tokenizer fails on this {what}: {error}.") from None
+def _translated(error: BaseException) -> BaseException:
+    """Return what a library raises at a text as an InputError, and an interrupt as it is. A panic
+    of Rust is a BaseException."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    return InputError(f"the tokenizer fails on this text: {error}.")
 
 
 def backend_of(kind: str, content: bytes) -> BytePairs | SentencePieces:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from mlx_moeflux.tokenizer_patterns import PATTERNS
 
@@ -66,9 +66,24 @@ def runs_here(backend: Tokenizer) -> bool:
         _is_bounded(text)
         and _is_bounded([*parts(backend.post_processor)])
         and _has_bounded_model(backend.model)
-        # The library looks for the space, or the word, before each of them from the text's start.
-        and not any(t.lstrip or t.single_word for t in backend.get_added_tokens_decoder().values())
+        and not any(
+            _looks_far(token, backend.normalizer)
+            for token in backend.get_added_tokens_decoder().values()
+        )
     )
+
+
+def _looks_far(token: AddedToken, normalizer: normalizers.Normalizer | None) -> bool:
+    """Return True if a text can have many of an added token, and the library reads much of the text
+    for each."""
+    # It looks for the space, or the word, before each of them from the text's start.
+    if token.lstrip or token.single_word:
+        return True
+    # It reads the space behind each of them. A token of spaces comes often in it.
+    text = token.content
+    if token.normalized and normalizer is not None:
+        text = normalizer.normalize_str(text)
+    return token.rstrip and any(map(str.isspace, text))
 
 
 def _is_bounded(components: list[dict[str, Any]]) -> bool:

@@ -271,6 +271,12 @@ HOSTILE = {
         for flag, n in product(("lstrip", "single_word"), (None, {"type": "NFKD"}))
     },
     **{
+        f"added {text!r} with the space behind it": {
+            "added_tokens": [{**added(rstrip=True)[-1], "content": text}]
+        }
+        for text in (" ", "\n", "  ", "\u3000")
+    },
+    **{
         f"added, normalised by {n}": {
             "added_tokens": added(normalized=True),
             "normalizer": sequence(*[replace(LETTER, LETTER * n)] * 4),
@@ -634,6 +640,7 @@ LIMITS = {
     },
     "suffix": {"model": byte_pairs(end_of_word_suffix="</w>")},
     "added": {"added_tokens": added(rstrip=True, normalized=True)},
+    "added space": {"added_tokens": [{**added()[-1], "content": " "}]},
 }
 BEYOND = {
     "one character more": {"normalizer": replace(" ", "▁▁")},
@@ -646,7 +653,11 @@ BEYOND = {
     "template": {"post_processor": template(TEXT_A, *[SPECIAL] * 65)},
     "dropout": {"model": byte_pairs(dropout=0.1)},
     "added": {"added_tokens": added(lstrip=True)},
-}
+    "added space": {"added_tokens": [{**added(rstrip=True)[-1], "content": " "}]},
+    "added letter, a space in the text": {
+        "added_tokens": added(rstrip=True, normalized=True), "normalizer": replace(LETTER, " "),
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LIMITS)

@@ -104,7 +104,9 @@ def tokenizer_of(kind: str, content: bytes, file: Path) -> BytePairs | Apart:
         UnsupportedError: Its decoder is not known.
     """
     version = f"{importlib.import_module(LIBRARIES[kind]).__version__} {__version__}"
-    key = hashlib.blake2b(f"{kind} {version} ".encode() + content, digest_size=20).hexdigest()
+    digest = hashlib.blake2b(f"{kind} {version} ".encode(), digest_size=20)
+    digest.update(content)
+    key = digest.hexdigest()
     folder = user_cache.private("tokenizers")
     if folder is not None and (folder / key).exists():
         return BytePairs(content)
