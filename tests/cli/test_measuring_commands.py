@@ -136,19 +136,61 @@ def test_evaluate_without_lm_eval_is_one_line(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.usefixtures("stock_loader")
-def test_evaluate_runs_the_program_of_mlx_lm_on_our_model(monkeypatch):
+@pytest.fixture
+def program(monkeypatch, stock_loader):
+    """Put a function in the place of mlx-lm's program, and tasks in that of lm-eval's."""
+
+    def put(main):
+        modules = {name: types.ModuleType(name) for name in (
+            "mlx_lm.evaluate", "lm_eval", "lm_eval.tasks",
+        )}  # fmt: skip
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        modules["mlx_lm.evaluate"].main = main
+        known = types.SimpleNamespace(all_tasks=["a", "b", "arc_easy"])
+        modules["lm_eval.tasks"].TaskManager = lambda: known
+        monkeypatch.setattr(mlx_lm, "evaluate", modules["mlx_lm.evaluate"], raising=False)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            "--tasks has 'arc_eas', which lm-eval does not know; did you mean 'arc_easy'?",
+            "a arc_eas",
+        ),
+        ("--tasks has 'none', which lm-eval does not know; 'lm-eval ls tasks' lists them.", "none"),
+        ("--batch-size is 0; it must be at least 1.", "a --batch-size 0"),
+        ("top_p is 3.0; it must be at least 0.0 and at most 1.0.", "a --top-p 3"),
+        ("--chat-template-args must be a JSON object.", "a --chat-template-args 5"),
+    ],
+)
+def test_evaluate_judges_before_it_loads(program, capsys, message, words):
+    program(lambda: pytest.fail("it ran"))
+    assert main(["evaluate", "--tasks", *words.split()]) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_data_set_that_evaluate_cannot_read_is_one_line(program, capsys):
+    def offline():
+        raise ConnectionError("no network")
+
+    program(offline)
+    assert main(["evaluate", "--tasks", "a"]) == 1
+    assert capsys.readouterr().err.startswith("error: lm-eval cannot read its data or write its")
+
+
+def test_evaluate_runs_the_program_of_mlx_lm_on_our_model(program):
     found = []
 
-    def program():
+    def run():
         model, _ = utils.load_model(Path(sys.argv[sys.argv.index("--model") + 1]))
         with model:
             found.append((model.store.slots, sys.argv[3:]))
 
-    stub = types.ModuleType("mlx_lm.evaluate")
-    stub.main = program
-    monkeypatch.setitem(sys.modules, "mlx_lm.evaluate", stub)
-    monkeypatch.setattr(mlx_lm, "evaluate", stub, raising=False)
+    program(run)
     arguments = ["--tasks", "a", "b", "--limit", "3", "--apply-chat-template"]
     assert main(["evaluate", *arguments, "--expert-memory", "50%"]) == 0
     (slots, passed), *_ = found
@@ -156,13 +198,9 @@ def test_evaluate_runs_the_program_of_mlx_lm_on_our_model(monkeypatch):
     assert passed == ["--tasks", "a", "b", "--limit", "3", "--apply-chat-template"]
 
 
-@pytest.mark.usefixtures("stock_loader")
-def test_evaluate_gives_mlx_lm_an_id_or_a_folder(monkeypatch, tmp_path):
+def test_evaluate_gives_mlx_lm_an_id_or_a_folder(program, monkeypatch, tmp_path):
     found = []
-    stub = types.ModuleType("mlx_lm.evaluate")
-    stub.main = lambda: found.append(sys.argv[sys.argv.index("--model") + 1])
-    monkeypatch.setitem(sys.modules, "mlx_lm.evaluate", stub)
-    monkeypatch.setattr(mlx_lm, "evaluate", stub, raising=False)
+    program(lambda: found.append(sys.argv[sys.argv.index("--model") + 1]))
     monkeypatch.setattr(
         "mlx_moeflux.checkpoint.hub.resolve", lambda name, *, revision: tmp_path / name / revision
     )
