@@ -11,6 +11,7 @@ first:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -40,8 +41,8 @@ def register_with_mlx_lm(**load_options: Any) -> None:
     loads other architectures, sharded models and the tokenizer.
 
     Afterwards mlx-lm's loader raises :class:`~mlx_moeflux.errors.UnsupportedError` for a
-    ``model_config`` that would change config.json, and its ``save_model``, which ``fuse`` calls,
-    for a model with streamed experts.
+    ``model_config`` that would change config.json, its ``save_model``, which ``fuse`` calls, for a
+    model with streamed experts, and its ``dequantize_model`` for every model of ours.
 
     Raises:
         UnsupportedError: mlx-lm is not installed.
@@ -89,6 +90,22 @@ def register_with_mlx_lm(**load_options: Any) -> None:
         stock_save(save_path, model, **options)
 
     utils.load_model, utils.save_model = load_model, save_model
+    stock_floats = _stock.setdefault("dequantize_model", utils.dequantize_model)
+
+    def dequantize_model(model: Any) -> Any:
+        # mlx-lm knows its own classes alone: experts would stay as they are, beside a config.json
+        # that says nothing of it.
+        if isinstance(model, StreamingModel):
+            raise UnsupportedError(
+                "mlx-lm cannot dequantise a model of this loader; use 'mlx_moeflux convert -d "
+                "--layout safetensors'."
+            )
+        return stock_floats(model)
+
+    # Its programs import this one by name.
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("mlx_lm.") and hasattr(module, "dequantize_model"):
+            module.dequantize_model = dequantize_model  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def register_cache_classes() -> None:

@@ -38,6 +38,9 @@ def register(monkeypatch):
 
     monkeypatch.setattr(utils, "load_model", utils.load_model)
     monkeypatch.setattr(utils, "save_model", utils.save_model)
+    for name in ("utils", "convert", "fuse"):
+        module = importlib.import_module(f"mlx_lm.{name}")
+        monkeypatch.setattr(module, "dequantize_model", module.dequantize_model)
     return register_with_mlx_lm
 
 
@@ -418,6 +421,20 @@ def test_a_conversion_quantises_experts_too(register, run, in_floats, tmp_path, 
         assert mx.isfinite(model(mx.array([[1, 2, 3]]))).all()
     own, _ = mlx_lm_plugin._stock["load_model"](tmp_path / "out")
     assert mx.isfinite(own(mx.array([[1, 2, 3]]))).all()
+
+
+@pytest.mark.parametrize("memory", ["50%", "100%"])
+def test_a_conversion_to_floats_is_refused_with_the_command_for_it(register, run, tmp_path, memory):
+    """mlx-lm's would leave experts quantised in a model whose config.json does not say so."""
+    register(expert_memory=memory)
+    register(expert_memory=memory)
+    out = tmp_path / "out"
+    with pytest.raises(UnsupportedError, match="mlx_moeflux convert -d --layout safetensors"):
+        run("convert", "--hf-path", BUNDLED_MODEL, "--mlx-path", out, "-d")
+    assert not out.exists()
+    other = nn.Sequential(nn.QuantizedLinear(64, 3))
+    floats = importlib.import_module("mlx_lm.convert").dequantize_model(other)
+    assert floats.layers[0].weight.shape == (3, 64)
 
 
 def test_a_conversion_of_streamed_experts_is_refused(register, run, in_floats, tmp_path):
