@@ -74,7 +74,7 @@ CONFIGS = {
     "more chosen than there are": ({"num_experts_per_tok": 99}, ConfigError, ["99"]),
     "other activation": ({"hidden_act": "gelu"}, UnsupportedError, ["hidden_act", "gelu"]),
     "other architecture": ({"model_type": "llama"}, UnsupportedError, ["llama", "config.json"]),
-    "no architecture": ({"model_type": ...}, UnsupportedError, ["model_type"]),
+    "no architecture": ({"model_type": ...}, ConfigError, ["model_type"]),
     "more layers": ({"num_hidden_layers": 99, "layer_types": ...}, ConfigError, ["99", "tensors"]),
     "contradictory layers": ({"num_hidden_layers": 99}, ConfigError, ["layer_types"]),
     "other hidden size": ({"hidden_size": 512}, CheckpointError, ["512"]),

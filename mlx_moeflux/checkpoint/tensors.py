@@ -294,6 +294,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 HEAD_FILES = ("mtp*.safetensors", "model-mtp*.safetensors", "mtp/*.safetensors")
 """Where programs for MLX put a model's head of multi-token prediction beside its files."""
+# Names of weights that are not read -> whose they are.
+_OTHER_WEIGHTS = {
+    "*model*.bin": "PyTorch", "*.pt": "PyTorch", "*.pth": "PyTorch", "*.npz": "NumPy",
+    "*.onnx": "ONNX", "*.h5": "Keras", "*.msgpack": "Flax",
+}  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 
 _SHARD_NUMBER = re.compile(r"^(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
@@ -418,6 +423,17 @@ def naming_absent(error: CheckpointError, absent: Mapping[str, str]) -> Checkpoi
     )
 
 
+def _refuse_weights_of_others(directory: Path) -> None:
+    """Raise a CheckpointError if a directory has weights in a form that is not read here."""
+    for pattern, program in _OTHER_WEIGHTS.items():
+        if found := sorted(file.name for file in directory.glob(pattern)):
+            raise CheckpointError(
+                f"{directory} holds weights of {program} ({found[0]}) and no .safetensors file; "
+                "convert them with the program that wrote them, or pass a checkpoint in "
+                "safetensors or GGUF."
+            )
+
+
 def _find_shards(directory: Path) -> set[str]:
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
@@ -429,6 +445,7 @@ def _find_shards(directory: Path) -> set[str]:
     names = names - {file.name for file in head_files(directory)} or names
     shards = {name for name in names if name.startswith("model")} or names
     if not shards:
+        _refuse_weights_of_others(directory)
         raise CheckpointError(f"{directory} holds no .safetensors file; pass a checkpoint.")
     for match in filter(None, map(_SHARD_NUMBER.match, sorted(shards))):
         stem, count = match["stem"], match["count"]
@@ -455,7 +472,9 @@ def _header_size(fd: int, file: Path, *, size: int) -> int:
         )
     header_size = int.from_bytes(_read(fd, file, count=8, offset=0), "little")
     if header_size > MAX_HEADER_BYTES:
-        refuse_pointer(_read(fd, file, count=min(size, len(LFS_POINTER)), offset=0), file)
+        start = _read(fd, file, count=min(size, len(LFS_POINTER)), offset=0)
+        refuse_pointer(start, file)
+        _refuse_other(start, file)
         raise CheckpointError(
             f"{file} announces a header of {header_size} bytes, above the limit of"
             f" {MAX_HEADER_BYTES}; it is damaged or not a safetensors file."
@@ -466,6 +485,23 @@ def _header_size(fd: int, file: Path, *, size: int) -> int:
             " download it again."
         )
     return header_size
+
+
+def _refuse_other(start: bytes, file: Path) -> None:
+    """Raise a CheckpointError if a file begins with a text or as one of another program."""
+    if start.startswith(b"GGUF"):
+        raise CheckpointError(f"{file} is a GGUF file; give it a name that ends in .gguf.")
+    if start.startswith(b"PK"):
+        raise CheckpointError(
+            f"{file} is an archive, as PyTorch writes weights, and no safetensors file; convert "
+            "it, or download the .safetensors."
+        )
+    text = start.decode("ascii", "replace").split("\n")[0].strip()
+    if text.isascii() and text.isprintable():
+        raise CheckpointError(
+            f"{file} is a text that begins with {text!r}, such as a web page or a pointer, and not "
+            "the file itself; download it again."
+        )
 
 
 def _check_entries(file: Path, header: dict, *, data_start: int) -> dict[str, TensorRef]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.checks import shown
+from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 # Names of what drafts for another model: EAGLE, Medusa, DFlash, vLLM's speculators, MTP alone,
 # Gemma's assistants.
@@ -37,9 +38,12 @@ def _lower(name: str) -> str:
 
 
 def refuse_unknown(config: Mapping[str, Any], known: Iterable[str], file: Path | str) -> None:
-    """Raise UnsupportedError unless the ``model_type`` of config.json is one of `known`."""
+    """Raise UnsupportedError unless the ``model_type`` of config.json is one of `known`, and
+    ConfigError if it is no text."""
     name = config.get("model_type")
-    if isinstance(name, str) and name in known:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{file}: 'model_type' is {shown(name)}, expected the name of a type.")
+    if name in known:
         return
     kind = "a Mixture-of-Experts model" if has_experts(config) else "a dense model"
     runs = runs_in_mlx_lm(name)

@@ -305,6 +305,37 @@ def test_a_wrong_header_length(length, words, tmp_path, write_safetensors):
     one_sentence(str(caught.value), words)
 
 
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (b"<!DOCTYPE html>\n<html>", "a text that begins with '<!DOCTYPE html>'"),
+        (b'{"error":"Repository not found"}', "a text that begins with"),
+        (b"/annex/objects/SHA256E-s1--a.safetensors\n", "a text that begins with '/annex/obj"),
+        (b"GGUF\3\0\0\0" + b"\0" * 20, "is a GGUF file"),
+        (b"PK\3\4\0\0\10\10" + b"\0" * 20, "an archive, as PyTorch writes"),
+    ],
+)
+def test_another_file_in_the_place_of_weights_is_named(start, words, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(start)
+    with pytest.raises(CheckpointError) as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), str(tmp_path / "model.safetensors"), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [("pytorch_model-00001-of-00002.bin", "PyTorch"), ("a.pth", "PyTorch"), ("w.npz", "NumPy")],
+)
+def test_weights_of_another_program_are_named(name, program, tmp_path):
+    (tmp_path / "training_args.bin").touch()
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        TensorIndex.open(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError) as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), f"holds weights of {program} ({name})")
+
+
 @pytest.mark.parametrize("size", range(8))
 def test_a_file_too_short_for_a_header(size, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\0" * size)

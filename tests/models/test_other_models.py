@@ -12,7 +12,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux import load
-from mlx_moeflux.errors import CheckpointError, MoefluxError, UnsupportedError, whole_words
+from mlx_moeflux.errors import (
+    CheckpointError,
+    ConfigError,
+    MoefluxError,
+    UnsupportedError,
+    whole_words,
+)
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import MODEL_TYPES, check_config
 from mlx_moeflux.models.other_models import has_experts, runs_in_mlx_lm
@@ -29,7 +35,6 @@ MODELS = [
     ({"model_type": "qwen3_5", "text_config": {}}, f"; mlx-lm runs it, {DENSE}."),
     ({"model_type": "bert"}, f"; it is {DENSE} that mlx-lm does not run either"),
     ({"model_type": "../utils"}, f"; it is {DENSE} that mlx-lm does not run either"),
-    ({}, "model_type None is not one of"),
 ]
 HEADS = [
     {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]},
@@ -61,6 +66,15 @@ def test_a_model_of_another_architecture(tmp_path, config, words):
     assert words in message
     assert " ... " not in message
     assert message.count(repr(config.get("model_type"))) == 1
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": ""}, {"model_type": ["qwen3_moe"]}])
+def test_a_config_without_a_type_says_so(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"x": mx.ones((2, 2))})
+    for function in (load, load_model):
+        with pytest.raises(ConfigError, match=r"'model_type' is .*, expected"):
+            function(tmp_path)
 
 
 def test_without_mlx_lm_it_may_run_there(tmp_path, monkeypatch):
