@@ -41,8 +41,8 @@ def register_with_mlx_lm(**load_options: Any) -> None:
     loads other architectures, sharded models and the tokenizer.
 
     Afterwards mlx-lm's loader raises :class:`~mlx_moeflux.errors.UnsupportedError` for a
-    ``model_config`` that would change config.json, its ``save_model``, which ``fuse`` calls, for a
-    model with streamed experts, and its ``dequantize_model`` for every model of ours.
+    ``model_config`` that would change config.json, and its ``save_model``, which ``fuse`` calls,
+    for a model with streamed experts. Its ``dequantize_model`` raises it for every model of ours.
 
     Raises:
         UnsupportedError: mlx-lm is not installed.

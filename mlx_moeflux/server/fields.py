@@ -77,7 +77,7 @@ HINTS = (
     "penalize_nl", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
     "mirostat_tau", "mirostat_eta", "min_keep",
     # How long a model stays and how large a context it has, how a reply is computed, which request
-    # it is, and what is told besides the reply.
+    # it is, and what a reply has besides its text.
     "keep_alive", "ttl", "num_ctx", "guided_decoding_backend", "provider", "priority", "request_id",
     "rid", "session_id", "cache_salt", "usage", "timings_per_token", "return_progress",
     "verbosity", "tool_stream", "incremental_output",
