@@ -201,7 +201,7 @@ def reader_name(name: str, value: Any) -> None:
 
 def prompt_kernels(name: str, value: Any) -> None:
     """Check what computes prompts."""
-    if value not in (AUTO, STOCK):
+    if not isinstance(value, str) or value not in (AUTO, STOCK):
         raise InputError(f"{name} is {shown(value)}; give '{AUTO}' or '{STOCK}'.")
 
 
