@@ -43,8 +43,9 @@ MACOS_PAGES = ("free", "active", "inactive", "speculative", "wired down", "occup
 MACOS_LOOK = 0.5
 
 # Running programs map some pages of files as code. No counter has them, and macOS would only read
-# them again, so the lesser of a share and an amount of the pages of files is left out.
-TEXT_SHARE, TEXT_BYTES = 0.08, 500_000_000
+# them again, so the lesser of a share of what can be had and an amount is left out, at most all
+# pages of files.
+TEXT_SHARE, TEXT_BYTES = 0.08, 1_000_000_000
 TEXT = "assumed to be code of running programs"
 
 # The first words of a part of the available memory that no counter gave.
@@ -230,8 +231,8 @@ def _text(file: Path) -> str:
 
 def _vm_stat() -> tuple[int, dict[str, int]]:
     """See :func:`available_memory`. The counters of ``vm_stat`` that count: free pages, purgeable
-    ones, and those of files. The lesser of 500 MB and 8 % of the pages of files is assumed to be
-    code of running programs and left out (:data:`TEXT_BYTES`, :data:`TEXT_SHARE`)."""
+    ones, and those of files. Some of the latter are assumed to be code of running programs and left
+    out (:data:`TEXT_BYTES`, :data:`TEXT_SHARE`)."""
     parts = _parts(_counters())
     if not parts:
         parts = {f"{ASSUMED}vm_stat gives no counters": _machine_bytes()}
@@ -250,12 +251,16 @@ def _parts(counters: Mapping[str, int]) -> dict[str, int]:
     if free is None:
         return {}
     if files is not None and purgeable is not None:
-        text = min(TEXT_BYTES, int(TEXT_SHARE * files))
+        text = min(TEXT_BYTES, int(TEXT_SHARE * (free + purgeable + files)), files)
         return {"free": free, "purgeable": purgeable, "of files": files, TEXT: -text}
     if inactive is None:
         return {}
-    free += counters.get("Pages speculative", 0)
-    return {"free": free, "inactive": inactive, "purgeable": purgeable or 0}
+    lacking = "File-backed pages" if files is None else "Pages purgeable"
+    parts = {
+        "free": free + counters.get("Pages speculative", 0),
+        f'{ASSUMED}vm_stat has no "{lacking}", of inactive pages': inactive,
+    }
+    return parts if purgeable is None else {**parts, "purgeable": purgeable}
 
 
 def _tell(counters: Mapping[str, int]) -> bool:
@@ -264,18 +269,30 @@ def _tell(counters: Mapping[str, int]) -> bool:
     return bool(_parts(counters)) and not growing.isdisjoint(counters)
 
 
+class _Silent:
+    """The time until which ``vm_stat``, which did not answer, is not asked."""
+
+    until = 0.0
+
+
 def _counters() -> dict[str, int]:
-    """Return the counters of ``vm_stat`` times the bytes of a page; empty if it gives none."""
+    """Return the counters of ``vm_stat`` times the bytes of a page; empty if it gives none. If it
+    did not answer, it is not asked again for a minute."""
+    if time.monotonic() < _Silent.until:
+        return {}
     try:
         # Without the sweep of file descriptors CPython spawns on macOS, and does not fork this
         # process with all that it has mapped.
         done = subprocess.run(
-            ["/usr/bin/vm_stat"], capture_output=True, timeout=10, check=True, close_fds=False
+            ["/usr/bin/vm_stat"], capture_output=True, timeout=2, check=True, close_fds=False
         )
+    except subprocess.TimeoutExpired:
+        _Silent.until = time.monotonic() + 60
+        return {}
     except (OSError, subprocess.SubprocessError):
         return {}
     text = done.stdout.decode("ascii", "replace")
-    size = re.search(r"page size of (\d+) bytes", text)
+    size = re.search(r"page size of ([1-9]\d*) bytes", text)
     if size is None:
         return {}
     found = re.findall(r'^"?([A-Z][A-Za-z -]*)"?: +(\d+)\.', text, re.M)

@@ -72,9 +72,13 @@ def find_rates(
 
 
 def _memory() -> tuple[float, str]:
-    name, found = chip(), chip_bandwidth()
+    name = chip()
+    cores = gpu_cores() if name in CHIPS else 0
+    found = memory_bandwidth(name, cores)
     if found is None:
         return MEMORY_GBPS, f"assumed, {name or 'the chip'} is unknown"
+    if not cores and len(CHIPS[name]) > 1:
+        name += f", assumed to have fewer than {CHIPS[name][-1][0]} GPU cores"
     return found, name
 
 
@@ -100,7 +104,8 @@ def chip() -> str:
     """Return the name of a Mac's chip, such as ``Apple M3 Max``; empty: unknown."""
     if sys.platform != "darwin":
         return ""
-    return _output("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
+    name = _output("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
+    return name if re.fullmatch(r"[ -~]{1,60}", name) else ""
 
 
 def gpu_cores() -> int:
@@ -113,9 +118,9 @@ def gpu_cores() -> int:
 
 
 def _output(*command: str) -> str:
-    """Return what a command of the system prints; empty: it failed."""
+    """Return what a command of the system prints; empty: it failed, or does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=2, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.decode("utf-8", "replace")

@@ -110,7 +110,11 @@ def show(monkeypatch: Any, text: Any, level: Any = 1) -> None:
         assert name == system_memory.MACOS_LEVEL
         return level() if callable(level) else level
 
-    process = SimpleNamespace(run=run, SubprocessError=subprocess.SubprocessError)
+    process = SimpleNamespace(
+        run=run,
+        SubprocessError=subprocess.SubprocessError,
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(system_memory, "subprocess", process)
     monkeypatch.setattr(system_memory, "sysctl", number)

@@ -207,7 +207,7 @@ def test_a_described_mac_is_an_idle_one(mac, monkeypatch):
     assert ratio == pytest.approx(1, abs=1 / 8)
     assert f" of {gib} GiB " in described.what
     # What is left to pages of files is not promised above what there is.
-    assert 0 < described.system_bytes < 1.1 * measured.system_bytes
+    assert 0 < described.system_bytes < 1.15 * measured.system_bytes
     text = str(plan_model("it", known_sizes(catalogue()["qwen3.6"]), memory=f"{gib}GB"))
     assert f"{gib} GiB, of which " in text
     assert "usable with nothing else open\n" in text

@@ -60,10 +60,12 @@ def test_a_mac_is_known_by_its_chip_and_cores(mac):
     for ioreg in (ACCELERATOR.format(30).encode(), b"\xff nothing", None):
         mac.ioreg = ioreg
         assert find_rates(HERE).memory_gbps == 300
+    assert find_rates(HERE).memory_source == "Apple M3 Max, assumed to have fewer than 40 GPU cores"
     mac.chip = b"Apple M9 Max\n"
     assert find_rates(HERE)[:2] == (100, "assumed, Apple M9 Max is unknown")
-    mac.chip = None
-    assert find_rates(HERE)[:2] == (100, "assumed, the chip is unknown")
+    for unknown in (None, b"no\nname", b"\xff\x00", b"x" * 100):
+        mac.chip = unknown
+        assert find_rates(HERE)[:2] == (100, "assumed, the chip is unknown")
 
 
 def test_given_numbers_win_and_nothing_is_measured(mac, monkeypatch):
