@@ -106,6 +106,11 @@ class BaseCache:
         self._padding: list[int] | None = None
         self._ends: list[int] | None = None
 
+    def short_views(self) -> Sequence[mx.array | None]:
+        """Return views that launches on Metal take in place of the first arrays of ``begin_step``;
+        None for an array that has none."""
+        return ()
+
     def _arrays(self) -> Sequence[mx.array | None]:
         raise NotImplementedError
 

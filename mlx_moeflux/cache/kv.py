@@ -22,6 +22,7 @@ import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
 from mlx_moeflux.errors import CacheError, UnsupportedError
+from mlx_moeflux.kernels.runtime.views import short
 from mlx_moeflux.state_arrays import (
     ATTENTION,
     INDEXED,
@@ -40,11 +41,13 @@ TAIL_ROWS = 64
 class Tail(NamedTuple):
     """Rows from start on of a sequence: arrays ``[B, H, TAIL_ROWS, D]`` in the order of the fields.
 
-    start: A multiple of TAIL_ROWS. Rows past the sequence's end hold garbage.
+    start: A multiple of TAIL_ROWS. Rows past the sequence's end hold garbage. views: See
+    :meth:`AttentionCache.short_views`; they end with the tail, before the buffers are written.
     """
 
     start: int
     arrays: tuple[mx.array, ...]
+    views: tuple[mx.array | None, ...] = ()
 
 
 def tail_start(columns: int) -> int:
@@ -204,14 +207,25 @@ class AttentionCache(BaseCache):
     def end_step(self, *tail: mx.array) -> None:
         """Store the tail of :meth:`begin_step` with the new row, and perhaps others behind it, and
         count its column."""
-        self._tail = Tail(self._tail.start, tail)
+        self._tail = self._tail._replace(arrays=tail)
         self.advance(1)
+
+    def short_views(self) -> tuple[mx.array | None, ...]:
+        """Return short views of the buffers of :meth:`begin_step`, see
+        :mod:`~mlx_moeflux.kernels.runtime.views`: as long as the buffers have rows, and the same
+        until the tail is full. Kernels read packed rows from copies."""
+        if self.packs:
+            return ()
+        if not self._tail.views:
+            views = tuple(short(buffer, ROW_AXIS) for buffer in self._buffers)
+            self._tail = self._tail._replace(views=views)
+        return self._tail.views
 
     def flush(self) -> None:
         """Write the rows of the tail into the buffers."""
         if self._tail is None:
             return
-        (start, tail), self._tail = self._tail, None
+        (start, tail, _), self._tail = self._tail, None
         rows = self.columns - start
         if rows > 0:
             new = [array[:, :, :rows] for array in tail]

@@ -219,6 +219,10 @@ class PagedCache(AttentionCache):
         table = self._pool.table(self.rows_for(self.columns + count) // self._pool.block)
         return *self._buffers, *self._tail.arrays, table
 
+    def short_views(self) -> tuple[()]:
+        """Return no views: the pool may grow before the tail is full."""
+        return ()
+
     def _cut(self) -> Tail:
         start = tail_start(self.columns)
         index = self._pool.last_rows(self.seen(), self.columns - start)
@@ -229,7 +233,7 @@ class PagedCache(AttentionCache):
         """Write the tail into the blocks, as before the pool admits sequences."""
         if self._tail is None:
             return
-        (start, ends), self._tail = self._tail, None
+        (start, ends, _), self._tail = self._tail, None
         rows = self.columns - start
         if rows > 0:
             index = self._pool.last_rows(self.seen(), rows)

@@ -36,7 +36,7 @@ from mlx_moeflux.models.hooks import MIXER, POINTS, Hook, check_point
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
 from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, declares_traceable, is_own
 from mlx_moeflux.models.moe import HasKernels, Router, RouterLookahead, SparseMoeBlock
-from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
+from mlx_moeflux.models.packed_parameters import EXPERTS, keep_views, pack, release
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
@@ -135,7 +135,8 @@ class StreamingModel(Module):
 
     def prepare(self) -> None:
         """Concatenate projections that share an input and pack each half layer into one buffer, so
-        that a launch takes fewer arrays. Peak memory grows by one layer.
+        that a launch takes fewer arrays; make short views of parameters. Peak memory grows by one
+        layer.
 
         ``parameters()``, saving and loading keep the checkpoint's names: parameters become views.
         The ``stacks()`` of a module lists its projections with a common input. Kernels do not see
@@ -150,6 +151,7 @@ class StreamingModel(Module):
         for block in self.moe_blocks().values():
             if block.get(EXPERTS) is not None:
                 pack(block[EXPERTS])
+        keep_views(self)
         mx.clear_cache()
         self.forget_steps()
 

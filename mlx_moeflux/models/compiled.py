@@ -32,7 +32,7 @@ from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.kernels.runtime import device, views
 from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.models.protocol import Decoder
 from mlx_moeflux.models.rows import RowsEntry
@@ -297,7 +297,7 @@ class CompiledStep:
         run = self._compiled.get((count, kinds))
         if run is None:
             run = self._compiled[count, kinds] = trials.compiled(self._traced(kinds, count))
-        states = [entry.begin_step(count) for entry in cache]
+        states = _begin_steps(cache, count)
         outputs, states = run(tokens, *_counts(cache, count), states, repeated=repeated)
         _end_steps(cache, states, count)
         return outputs
@@ -305,7 +305,7 @@ class CompiledStep:
     def untraced(self, tokens: mx.array, cache: Sequence[Any]) -> Outputs:
         """Return what :meth:`__call__` does, with the same operations, without a trace: `forward`
         may evaluate. Arithmetic in stock MLX has other bits where it gets positions as numbers."""
-        states = [entry.begin_step(1) for entry in cache]
+        states = _begin_steps(cache, 1)
         kinds = tuple(type(entry) for entry in cache)
         outputs, states = self._run(kinds, tokens, *_counts(cache, 1), states)
         _end_steps(cache, states, 1)
@@ -372,12 +372,11 @@ class SegmentedStep:
             kinds = tuple(type(entry) for entry in cache)
             plan = self._plan(kinds, store.partial(), model.store.looks_ahead, count)
             counts, padding = _counts(cache, count)
-            carry, slots, bank, call, chosen = [tokens], None, [], None, []
+            carry, slots, bank, call, chosen = [tokens], None, ([], []), None, []
             for segment in plan:
                 entries, built = cache[segment.start : segment.stop], self._graphs_built
                 carry, ends, chosen = segment.run(
-                    carry, slots, bank, chosen, counts, padding,
-                    [entry.begin_step(count) for entry in entries],
+                    carry, slots, bank, chosen, counts, padding, _begin_steps(entries, count),
                     ready=lambda call=call: call and store.wait(call),
                 )  # fmt: skip
                 # While a graph is traced, its layers call the store, which counts.
@@ -397,7 +396,8 @@ class SegmentedStep:
                 ahead = carry.pop(0) if segment.looks_ahead else None
                 call = store.begin_load(layer, ids, weights, ahead=ahead)
                 # Not the bank itself: a trace would keep it alive.
-                slots, bank = store.slots_of(call), store.bank(layer).flat
+                slots, arrays = store.slots_of(call), store.bank(layer).flat
+                bank = arrays, views.known(arrays) if device.takes_views() else []
                 carry = [weights, *carry]
             logits, h = carry
             return logits, h
@@ -435,8 +435,10 @@ class SegmentedStep:
                 (h,) = model.embed(carry)
             else:
                 weights, post, h, *more = carry
+                arrays, short = bank
+                views.bind(arrays, short)
                 experts = model.store.steps.compute_slots(
-                    post, slots, weights, _bank_of(bank, model.store.steps.bank(last))
+                    post, slots, weights, _bank_of(arrays, model.store.steps.bank(last))
                 )
                 h = model.layers[last].end_experts(h, experts, tuple(more))
             for i in range(start, stop):
@@ -475,13 +477,23 @@ def _counts(cache: Sequence[Any], count: int) -> tuple[list[mx.array], mx.array 
     return counts, cache[0].left_padding
 
 
+def _begin_steps(cache: Sequence[Any], count: int) -> list[tuple[Any, Any]]:
+    """Return the arrays of each entry for a step of `count` columns, and their short views."""
+    states = [entry.begin_step(count) for entry in cache]
+    if not device.takes_views():
+        return [(arrays, ()) for arrays in states]
+    return [(arrays, each.short_views()) for each, arrays in zip(cache, states, strict=True)]
+
+
 def _entries(
     kinds: Sequence[type], states: Sequence[Any], chosen: ChosenPositions, *counts: Any
 ) -> list[Any]:
     """Return the traced stand-ins of cache entries, whose layers share `chosen`."""
-    entries = [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
-    for entry in entries:
-        entry.chosen = chosen
+    entries = []
+    for kind, (arrays, short) in zip(kinds, states, strict=True):
+        views.bind(arrays, short)
+        entries.append(KINDS[kind](arrays, *counts))
+        entries[-1].chosen = chosen
     return entries
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.kernels.runtime import packing
+from mlx_moeflux.kernels.runtime import device, packing, views
 from mlx_moeflux.models.layers import Stack, restack, stack_of
 from mlx_moeflux.models.modules import Module
 
@@ -60,6 +60,23 @@ def pack(*modules: nn.Module) -> None:
 def is_packed(module: nn.Module) -> bool:
     """Return True after :func:`pack` with this module as the first."""
     return isinstance(module, Module) and module._packing is not None
+
+
+def keep_views(model: nn.Module) -> None:
+    """Make short views of large parameters and of stacks outside of buffers, see
+    :mod:`mlx_moeflux.kernels.runtime.views`; none on NVIDIA's GPUs, where no launch takes them and
+    a look at an array moves it. Evaluates: the arrays and their views."""
+    if device.kind() != "cuda":
+        views.keep(filter(views.is_dense, unpacked(model)))
+
+
+def unpacked(model: nn.Module) -> list[mx.array]:
+    """Return the large parameters of `model` and the arrays of its stacks, but for those that have
+    short views."""
+    modules = list(model.modules())
+    stacks = (known for each in modules if (known := _held(each)) is not None)
+    every = [*_leaves(modules), *(array for known in stacks for array in known.arrays())]
+    return [a for a in every if a.size >= views.LEAST_ELEMENTS and id(a) not in views.SHORTS]
 
 
 def release(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
 from mlx_moeflux.kernels.runtime import device, packing
+from mlx_moeflux.kernels.runtime.views import keep
 
 
 class Slots(NamedTuple):
@@ -116,6 +117,7 @@ class LayerBank:
         else:
             arrays = [mx.zeros(shape, dtype) for shape, dtype in like]
             mx.eval(arrays)
+            keep(arrays)
             views = [device.bytes_of(array) for array in arrays]
         device.keep_on_gpu(views)
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}

@@ -46,6 +46,7 @@ __all__ = [
     "rounds_to_tf32",
     "rows_of",
     "settle",
+    "takes_views",
     "upload_bytes",
     "uploads_for",
 ]
@@ -109,6 +110,12 @@ def _rounds_to_tf32(kind: str) -> bool:
     number = 1 + 2.0**-12
     product = mx.matmul(mx.full((64, 64), number), mx.eye(64))
     return product[0, 0].item() != number
+
+
+def takes_views() -> bool:
+    """Return True if launches take short views of large arrays, see
+    :mod:`~mlx_moeflux.kernels.runtime.views`."""
+    return backend().pads_inputs
 
 
 def open_files() -> None:

@@ -20,13 +20,11 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.runtime import packing, source
+from mlx_moeflux.kernels.runtime import packing, source, views
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
+from mlx_moeflux.kernels.runtime.views import LEAST_INPUT
 
-# MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
-# take `device` pointers do not compile.
-LEAST_INPUT = 8
 # Threads that a threadgroup may have. Apple's GPUs refuse a launch of more than the compiled kernel
 # allows: 1024, but the fewer the more registers a thread takes (640 and 896 were seen). So many
 # threads may have 128 registers each, which is all that there are for one.
@@ -43,6 +41,7 @@ class Backend(Protocol):
     """A place where kernels run: one of the two GPU back ends below, or a test's."""
 
     name: str
+    # Small inputs are padded, and large ones of few rows are short views.
     pads_inputs: bool
     # Kernels run only while MLX's default device is a GPU.
     follows_device: bool
@@ -222,6 +221,7 @@ class MetalKernel:
         self._typed: dict[tuple[tuple[str, str], ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher
+        self._axes: dict[str, set[int]] = {}
         self._pads, self._most = False, 0
         self._text_digest = ""
 
@@ -289,10 +289,7 @@ class MetalKernel:
             )
         if self._pads:
             source.refuse_negative(self.name, template or {})
-            for array in inputs:
-                if array.size < LEAST_INPUT:
-                    inputs = self._padded(inputs)
-                    break
+            inputs = self._fitted(inputs)
         return self._launch(
             inputs=inputs,
             template=template and [*template.items()],
@@ -332,11 +329,14 @@ class MetalKernel:
         active = backend()
         if active is not self._bound:
             self._launch = active.build(self)
+            self._axes = _axes_read(self.inputs, self.body)
             self._bound, self._pads, self._most = active, active.pads_inputs, most_threads()
 
-    def _padded(self, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """Inputs of fewer than 8 elements become flat ones of 8."""
-        padded = []
+    def _fitted(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Inputs of fewer than 8 elements become flat ones of 8. In a launch of few rows large ones
+        become their short views, unless the body reads a length that a view has not."""
+        first, fitted = inputs[0], []
+        few = first.size <= views.MOST_ROWS * (first.shape[-1] if first.ndim else 1)
         for name, array in zip(self.inputs, inputs, strict=True):
             if array.size < LEAST_INPUT:
                 if name in self._shaped:
@@ -345,5 +345,19 @@ class MetalKernel:
                         f"{LEAST_INPUT} where the kernel reads its shape."
                     )
                 array = mx.pad(array.reshape(-1), (0, LEAST_INPUT - array.size))
-            padded.append(array)
-        return padded
+            elif few and (known := views.SHORTS.get(id(array))) is not None:
+                axes = self._axes.get(name, range(array.ndim))
+                if all(known.view.shape[axis] == array.shape[axis] for axis in axes):
+                    array = known.view
+            fitted.append(array)
+        return fitted
+
+
+def _axes_read(names: Sequence[str], body: str) -> dict[str, set[int]]:
+    """Input -> axes whose length `body` reads; an input of which it reads all is not there."""
+    found = {}
+    for name in names:
+        read = re.findall(rf"\b{name}_shape\b(?:\[(\d)\])?", body)
+        if "" not in read:
+            found[name] = {*map(int, read)}
+    return found

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_moeflux.kernels.runtime import views
+
 # Where an array may begin (files are read into some: direct reads ask for blocks of the disk), and
 # what `start` counts: constants are ints, buffers have gigabytes.
 ALIGNED, UNIT = 4096, 16
@@ -71,7 +73,7 @@ class Packing:
 
     def __init__(self, buffer: mx.array, like: Sequence[tuple[Sequence[int], mx.Dtype]]):
         """`buffer` is 1-d and has :func:`packed_bytes` bytes, or has the shape :func:`by_rows`.
-        Evaluates: the views."""
+        Evaluates: the views, short ones too."""
         self.buffer = buffer
         self.starts, _ = _starts(like, 1 if buffer.ndim == 2 else ALIGNED)
         self.arrays = [
@@ -79,6 +81,7 @@ class Packing:
             for start, (shape, dtype) in zip(self.starts, like, strict=True)
         ]
         mx.eval(self.arrays)
+        views.keep([buffer, *self.arrays])
         for array, start in zip(self.arrays, self.starts, strict=True):
             PLACES[id(array)] = Place(buffer, start, array)
 

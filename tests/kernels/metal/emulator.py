@@ -22,14 +22,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.kernels.runtime import source
+from mlx_moeflux.kernels.runtime import device, source, views
 from mlx_moeflux.kernels.runtime.launcher import Launcher, MetalKernel
 from tests.kernels.metal.variant import Argument, EmulatorError, Variant, generated_text
 
@@ -144,12 +144,13 @@ class Emulator:
         known.threads.add(threads)
         if not self.runs:
             return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-        program, arrays = known.program, [_to_numpy(a) for a in inputs]
+        program, arrays = known.program, _bound(kernel, inputs)
+        shapes = [a.shape for a in inputs]
         first = None
         for order, seed in self.schedules:
             outputs = [_poisoned(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
             program.run(
-                arrays, outputs, grid=grid, threadgroup=threadgroup, order=order, seed=seed,
+                arrays, outputs, shapes, grid=grid, threadgroup=threadgroup, order=order, seed=seed,
                 partly_written=self.partly_written,
             )  # fmt: skip
             if first is None:
@@ -175,6 +176,24 @@ class _Known:
         return Program.of(self.variant)
 
 
+def _bound(kernel: MetalKernel, inputs: Sequence[mx.array]) -> list[np.ndarray]:
+    """What a launch may read: of a short view the whole array.
+
+    Raises:
+        EmulatorError: A view does not begin where its array does.
+    """
+    owners = owners_of(inputs)
+    for owner, array in zip(owners, inputs, strict=True):
+        if owner is array:
+            continue
+        begin = [device.address_of(device.bytes_of(each)) for each in (owner, array)]
+        if begin[0] != begin[1]:
+            raise EmulatorError(
+                f"kernel '{kernel.name}': a short view does not begin where its array does"
+            )
+    return [_to_numpy(owner) for owner in owners]
+
+
 class Program:
     """One compiled variant of a kernel."""
 
@@ -194,16 +213,16 @@ class Program:
         library = compiled(text, variant.kernel.name)
         return cls(variant.kernel, library, text, variant.arguments)
 
-    def run(self, inputs, outputs, *, grid, threadgroup, order, seed, partly_written):
-        """Fill `outputs`.
+    def run(self, inputs, outputs, shapes, *, grid, threadgroup, order, seed, partly_written):
+        """Fill `outputs`. shapes: What the kernel is told of its inputs.
 
         Raises:
             EmulatorError: The kernel broke a rule, or left an element unwritten.
         """
         arrays = dict(zip(self.kernel.inputs, inputs, strict=True))
         arrays |= dict(zip(self.kernel.outputs, outputs, strict=True))
-        for array, name in zip(inputs, self.kernel.inputs, strict=True):
-            arrays[f"{name}_shape"] = np.array(array.shape, dtype=np.int32)
+        for shape, name in zip(shapes, self.kernel.inputs, strict=True):
+            arrays[f"{name}_shape"] = np.array(shape, dtype=np.int32)
         buffers, kept = (_Buffer * len(self.buffers))(), []
         for entry, argument in zip(buffers, self.buffers, strict=True):
             array = arrays[argument.name]
@@ -379,6 +398,13 @@ def _compile(arguments: list[str], name: str) -> None:
     done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise EmulatorError(f"'{name}' does not compile:\n{done.stderr[:4000]}")
+
+
+def owners_of(arrays: Iterable[mx.array]) -> list[mx.array]:
+    """The arrays whose short views these are, or the arrays themselves."""
+    owners = {id(one.view): one.owner for one in views.SHORTS.values()}
+    found = ((array, owners.get(id(array))) for array in arrays)
+    return [array if owner is None else owner() for array, owner in found]
 
 
 def _to_numpy(array: mx.array) -> np.ndarray:

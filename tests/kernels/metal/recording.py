@@ -17,6 +17,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, set_backend
 from tests.kernels.implementations import IMPLEMENTATIONS
+from tests.kernels.metal.emulator import owners_of
 from tests.kernels.metal.variant import plain_name
 
 # Bytes of the types of threadgroup arrays.
@@ -73,7 +74,7 @@ def threadgroup_bytes(kernel: MetalKernel, template: Mapping[str, Any]) -> int:
 class Launch:
     """One launch.
 
-    inputs, outputs: Name -> bytes.
+    inputs, outputs: Name -> bytes; of a short view those of its array.
     """
 
     kernel: MetalKernel
@@ -129,7 +130,7 @@ class Recorder:
             self.launches.append(
                 Launch(
                     kernel, dict(template or ()), grid, threadgroup,
-                    {n: a.nbytes for n, a in zip(kernel.inputs, inputs, strict=True)},
+                    {n: a.nbytes for n, a in zip(kernel.inputs, owners_of(inputs), strict=True)},
                     {n: a.nbytes for n, a in zip(kernel.outputs, outputs, strict=True)},
                 )
             )  # fmt: skip

@@ -32,9 +32,10 @@ from mlx_moeflux.kernels.mla.latent import HeadMatrices, attend_values, takes_va
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
-from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.runtime import launcher, views
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.layers import stack
+from mlx_moeflux.models.packed_parameters import unpacked
 from mlx_moeflux.models.shapes import SHAPES
 from tests.kernels.harness import scratch_kernel
 from tests.kernels.metal.recording import Launch, recorded, threadgroup_bytes, value
@@ -125,6 +126,8 @@ def model_of(name: str, dtype: mx.Dtype, *, apart: bool):
             for linears in module.stacks():
                 stack(*linears)
     banks = {layer: bank_of(config, dtype) for layer in model.moe_blocks()}
+    views.keep(unpacked(model))
+    views.keep(array for bank in banks.values() for array in bank.flat)
     store = ResidentStore(
         banks.__getitem__, layers=banks, num_experts=config.num_experts,
         mix=model.kernels.expert_mix, scratch_bytes=SCRATCH_BYTES["gpu"],

@@ -4,14 +4,17 @@ kernel checked before. Oracle: the same model with references on the CPU."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.cache import AttentionCache
 from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.runtime import device, views
 from mlx_moeflux.kernels.runtime.launcher import MetalBackend
 from mlx_moeflux.kernels.verify import trials, verdicts
 from mlx_moeflux.loading import load_model
@@ -63,6 +66,12 @@ RUNS = {
 def stock_operations():
     with on_the_cpu():
         yield
+
+
+@pytest.fixture(autouse=True)
+def small_views(monkeypatch):
+    """Arrays of tiny models have short views too."""
+    monkeypatch.setattr(views, "LEAST_ELEMENTS", 16)
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +140,10 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
     directory, options, operations = run
     with (
         load_model(directory, dtype=mx.bfloat16, **options) as model,
-        on_metal(tmp_path / "cache") as device,
+        on_metal(tmp_path / "cache") as gpu,
     ):
         cache, _ = prompt_of(model)
-        assert not device.traced
+        assert not gpu.traced
         before = asked()
         logits = steps_of(model, cache)
         # Evaluating what a trace left behind would raise.
@@ -143,14 +152,14 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
         assert model._step.traces + model._segments.traces == 3
         implementations = asked()
         # A trace for which everything is known.
-        device.traced.clear()
+        gpu.traced.clear()
         model._step.forget()
         model._segments.forget()
         mx.eval(model(TOKENS[:, -1:], cache))
         assert model._step.traces + model._segments.traces == 4
         assert asked() == implementations
     assert all(y.shape == (1, 1, model.config.vocab_size) for y in logits)
-    launched = set(device.traced)
+    launched = set(gpu.traced)
     assert ("append_row", "fused") in implementations - before
     for implementation in map(implementation_of_a_step, operations):
         assert implementation in implementations
@@ -182,6 +191,75 @@ def test_checked_kernels_say_what_references_say(run, tmp_path):
     assert error(actual, expected) <= LIMIT * float(mx.abs(expected).max())
 
 
+@by_default("qwen3.5-tiny streamed")
+@pytest.mark.usefixtures("uncompiled")
+def test_short_views_change_no_bit(run, tmp_path, monkeypatch):
+    directory, options, _ = run
+    results = []
+    with on_metal(tmp_path / "cache"):
+        for least in (16, 1 << 40):
+            monkeypatch.setattr(views, "LEAST_ELEMENTS", least)
+            before = len(views.SHORTS)
+            with load_model(directory, dtype=mx.bfloat16, **options) as model:
+                assert (len(views.SHORTS) > before) == (least == 16)
+                results.append(logits_of(model))
+            del model
+            gc.collect()
+    assert mx.array_equal(*results).item()
+
+
+# ---- Where caches lie
+
+
+def places_of(cache) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
+    """Shape and address of each array with rows, in buffers that nothing else holds."""
+    mx.eval([entry._arrays() for entry in cache])
+
+    def place(array):
+        return array.shape, device.address_of(device.bytes_of(array))
+
+    entries = [(i, entry) for i, entry in enumerate(cache) if isinstance(entry, AttentionCache)]
+    return {(i, j): place(a) for i, entry in entries for j, a in enumerate(entry._arrays())}
+
+
+def each_moves_only_when_it_grows(model, batch: int) -> None:
+    """In 130 steps, in which tails are full twice, and after rewinding."""
+    tokens = np.random.default_rng(0).integers(0, 1000, (batch, PROMPT + 130))
+    cache = model.make_cache()
+    mx.eval(model(mx.array(tokens[:, :PROMPT]), cache))
+    before, grown, with_views = places_of(cache), 0, 0
+    for i in range(PROMPT, tokens.shape[1]):
+        if i % 40 == 0 and cache[0].is_trimmable() and cache[-1].is_trimmable():
+            for entry in cache:
+                entry.trim(3)
+        mx.eval(model(mx.array(tokens[:, i : i + 1]), cache))
+        after = places_of(cache)
+        for key, (shape, address) in after.items():
+            grown += shape != before[key][0]
+            assert (shape, address) == before[key] or shape != before[key][0], (i, key)
+        before = after
+        with_views += any(entry._tail.views for entry in cache if hasattr(entry, "_tail"))
+    assert with_views == 130
+    assert not grown, "a buffer has 256 rows at first"
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
+@by_default("qwen3.5-tiny", "qwen3.5-tiny streamed")
+def test_a_cached_array_moves_only_when_it_grows(run, tmp_path, batch):
+    directory, options, _ = run
+    with load_model(directory, dtype=mx.bfloat16, **options) as model, on_metal(tmp_path / "cache"):
+        each_moves_only_when_it_grows(model, batch)
+        assert model._step.traces + model._segments.traces > 0
+
+
+@by_default()
+@pytest.mark.usefixtures("uncompiled")
+def test_without_a_trace_a_cached_array_moves_only_when_it_grows(run, tmp_path):
+    directory, options, _ = run
+    with load_model(directory, dtype=mx.bfloat16, **options) as model, on_metal(tmp_path / "cache"):
+        each_moves_only_when_it_grows(model, 1)
+
+
 @pytest.mark.slow
 def test_every_kernel_of_every_implementation_is_launched(tmp_path):
     implementations = [
@@ -190,11 +268,11 @@ def test_every_kernel_of_every_implementation_is_launched(tmp_path):
         for implementation in implementations.values()
     ]
     names = {kernel.name for implementation in implementations for kernel in implementation.kernels}
-    with on_metal(tmp_path) as device:
+    with on_metal(tmp_path) as gpu:
         for cases in all_cases().values():
             cases[0].check()
     assert names
-    assert names <= device.launched
+    assert names <= gpu.launched
 
 
 # ---- Kernels that fail
@@ -208,11 +286,11 @@ def each_kernel_broken(run, tmp_path, only=None):
         expected = logits_of(model)
     limit = LIMIT * float(mx.abs(expected).max())
     with load_model(directory, dtype=mx.float32, **options) as model:
-        with on_metal(tmp_path / "whole") as device:
+        with on_metal(tmp_path / "whole") as gpu:
             logits_of(model)
             tried = verdicts._known.verdicts.values()
             names = sorted({plain_name(n) for v in tried for n in v.launched.split(", ") if n})
-        assert set(names) <= device.launched
+        assert set(names) <= gpu.launched
         for name in names if only is None else names[:: -(-len(names) // only)]:
             for process in (1, 2):
                 actual, refused, said = with_broken(model, name, tmp_path / name)
@@ -229,9 +307,9 @@ def with_broken(model, name, cache):
     their trials, and those that the user was warned of."""
     model.forget_steps()
     trials._warned.clear()
-    with on_metal(cache) as device, warnings.catch_warnings(record=True) as warned:
+    with on_metal(cache) as gpu, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        device.broken = frozenset([name])
+        gpu.broken = frozenset([name])
         logits = logits_of(model)
         refused = {key.split(" ")[0] for key in verdicts.refused()}
     return logits, sorted(refused), sorted(str(w.message).split(" ")[0] for w in warned)
@@ -259,9 +337,9 @@ def test_no_launch_is_too_large_for_an_apple_gpu(run, tmp_path, most):
     directory, options, _ = run
     with (
         load_model(directory, dtype=mx.bfloat16, **options) as model,
-        on_metal(tmp_path / "cache") as device,
+        on_metal(tmp_path / "cache") as gpu,
     ):
-        device.most = most
+        gpu.most = most
         logits_of(model)
-        assert device.launched
+        assert gpu.launched
         assert not verdicts.refused()
