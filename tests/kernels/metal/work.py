@@ -17,13 +17,14 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, set_backend
+from tests.kernels.metal.command_buffers import CHIPS, Encoder
+from tests.kernels.metal.emulator import owners_of
 from tests.kernels.metal.recording import Recorder, recorded
 from tests.kernels.metal.variant import plain_name
 
 # M1: float operations and bytes of memory a second.
 OPERATIONS_RATE, BYTES_RATE = 2.6e12, 68e9
-# MLX commits a buffer of more launches, or of more elements in 2^20.
-BUFFER_LAUNCHES, BUFFER_ELEMENTS = 40, 40
+CHIP = CHIPS["base, pro"]
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -32,7 +33,8 @@ Rule = Callable[[Shapes, Shapes, dict[str, Any]], float]
 
 @dataclass(frozen=True)
 class Work:
-    """One launch. held: Identity -> elements of its inputs; made: Elements of its outputs."""
+    """One launch. held: A buffer's identity -> elements of the array that is passed of it; made:
+    Elements of its outputs, which are buffers of their own."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -212,16 +214,19 @@ class Counter:
         """Take a launch down. pairs: Of a bank it reads so many slots; None: all."""
         self._kept += [*inputs.values(), *outputs]
         # One array under two names is read once.
-        once = {id(a): (name, a) for name, a in inputs.items()}
-        arrays = [a for _, a in once.values()]
-        read = sum(_bytes(name, a, pairs) for name, a in once.values())
+        owners = owners_of(inputs.values())
+        once = {
+            id(owner): (name, owner, a)
+            for owner, (name, a) in zip(owners, inputs.items(), strict=True)
+        }
+        read = sum(_bytes(name, owner, pairs) for name, owner, _ in once.values())
         self.work.append(
             Work(
                 name,
-                tuple(a.shape for a in inputs.values()),
+                tuple(owner.shape for owner in owners),
                 operations,
                 read + sum(y.nbytes for y in outputs),
-                {id(a): a.size for a in arrays},
+                {buffer: a.size for buffer, (_, _, a) in once.items()},
                 sum(y.size for y in outputs),
             )
         )
@@ -241,17 +246,16 @@ class Counter:
     def buffers(self) -> list[list[Work]]:
         """The launches of each command buffer, by MLX's rule."""
         buffers: list[list[Work]] = [[]]
-        seen: set[int] = set()
-        size = 0
-        for one in self.work:
-            if one is not None:
+        encoder = Encoder(CHIP)
+        for number, one in enumerate(self.work):
+            full = one is None
+            if one is None:
+                encoder.end()
+            else:
                 buffers[-1].append(one)
-                size += sum(n for i, n in one.held.items() if i not in seen) + one.made
-                seen |= one.held.keys()
-            full = len(buffers[-1]) > BUFFER_LAUNCHES or size >> 20 > BUFFER_ELEMENTS
-            if one is None or full:
+                full = encoder.add([*one.held.items(), (("made", number), one.made)])
+            if full:
                 buffers.append([])
-                seen, size = set(), 0
         return [each for each in buffers if each]
 
     def longest_buffer(self) -> float:
@@ -273,7 +277,8 @@ class _CountingRecorder(Recorder):
             outputs = launch(
                 inputs=inputs, template=template, output_shapes=output_shapes, **options
             )
-            arrays = dict(zip(kernel.inputs, inputs, strict=True))
+            passed = dict(zip(kernel.inputs, inputs, strict=True))
+            arrays = dict(zip(kernel.inputs, owners_of(inputs), strict=True))
             made = dict(zip(kernel.outputs, outputs, strict=True))
             taken, given = ({n: a.shape for n, a in each.items()} for each in (arrays, made))
             operations = rule(taken, given, dict(template or ()))
@@ -283,7 +288,7 @@ class _CountingRecorder(Recorder):
                 pairs = math.prod(arrays.get("h", outputs[0]).shape[:-1])
                 banks = [a for n, a in arrays.items() if n.startswith(_IN_BANK) and a.ndim == 3]
                 pairs = min(pairs, *(a.shape[0] for a in banks)) if banks else None
-            self.counter.add(name, operations, arrays, outputs, pairs)
+            self.counter.add(name, operations, passed, outputs, pairs)
             return outputs
 
         return counted
