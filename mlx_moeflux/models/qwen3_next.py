@@ -7,14 +7,17 @@ Checkpoints: Hugging Face originals, mlx-lm and mlx-community: Qwen3-Next-80B-A3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models import qwen3_5_moe
 from mlx_moeflux.models.layers import DenseMlp, project_normed, weights_of
 from mlx_moeflux.models.modules import Linear
@@ -53,6 +56,12 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         values = config.value_dim // Hk
         weights = weights_of(*self.stacks()[0])
         qkvz, ba = project_normed(self._kernels, x, weights, norm)
+        if T == 1 and device.kind() == "metal":
+            # Two launches instead of nine.
+            order, gates = _orders(Hk, Dk, values, config.linear_num_value_heads // Hk)
+            qkv, z = mx.split(mx.take(qkvz, order, axis=-1), [config.conv_dim], axis=-1)
+            a, b = mx.split(mx.take(ba, gates, axis=-1), 2, axis=-1)
+            return qkv, z, a, b
         parts = mx.split(qkvz.reshape(B, T, Hk, -1), [Dk, 2 * Dk, 2 * Dk + values], axis=-1)
         q, k, v, z = (part.reshape(B, T, -1) for part in parts)
         b, a = mx.split(ba.reshape(B, T, Hk, -1), 2, axis=-1)
@@ -64,6 +73,21 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         if "in_proj_qkvz" not in self:
             return super().stacks()
         return [(self.in_proj_qkvz, self.in_proj_ba)]
+
+
+@functools.cache
+def _orders(Hk: int, Dk: int, values: int, R: int) -> tuple[mx.array, mx.array]:
+    """Return the rows of ``in_proj_qkvz`` and ``in_proj_ba`` in the order ``q, k, v, z`` and
+    ``a, b``, int32, which have groups of `values` and `R` rows. Evaluates: both."""
+
+    def order(*sizes: int) -> list[np.ndarray]:
+        rows = np.arange(Hk * sum(sizes), dtype=np.int32).reshape(Hk, -1)
+        return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
+
+    b, a = order(R, R)
+    orders = mx.array(np.concatenate(order(Dk, Dk, values, values))), mx.array(np.append(a, b))
+    mx.eval(*orders)  # no two threads may evaluate one array
+    return orders
 
 
 class Model(qwen3_5_moe.Model):

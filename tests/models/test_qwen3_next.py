@@ -13,6 +13,7 @@ import pytest
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.qwen3_next import FusedDeltaNet
@@ -40,7 +41,8 @@ def test_mlx_lm_agrees(tmp_path, bits):
         assert relative_error(model(TOKENS), theirs(TOKENS)) <= LIMIT
 
 
-def test_rows_go_by_key_head():
+@pytest.mark.parametrize("kind", ["cpu", "metal"])
+def test_rows_go_by_key_head(kind, monkeypatch):
     """2 key heads of 24 and 3 value heads of 32 to each: q, k, v v v, z z z; then b b b, a a a."""
     mixer = FusedDeltaNet(config_of(), Kernels())
     x = mx.zeros((1, 1, 64))
@@ -49,6 +51,7 @@ def test_rows_go_by_key_head():
         rows = projection.weight.shape[0]
         projection.weight = mx.zeros((rows, 64))
         projection.weight[:, 0] = mx.arange(rows)
+    monkeypatch.setattr(device, "kind", lambda: kind)
     # One of 64 values is 1: the norm makes it 8.
     parts = mixer.project(x, nn.RMSNorm(64, eps=1e-12))
     qkv, z, a, b = (np.round(np.array(part[0, 0]) / 8).astype(int).tolist() for part in parts)

@@ -206,11 +206,13 @@ INSTEAD = [
 @dataclass
 class Step:
     """The launches of a step, in order. work: Arrays (see :meth:`Encoder.add`) and launches of each
-    primitive; None where an evaluation ends the command buffer. names: Of the primitives.
+    primitive; None where an evaluation ends the command buffer. names: Of the primitives. nodes:
+    Number of all primitives, views among them.
     """
 
     work: list[tuple[list[tuple[Hashable, int]], int] | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    nodes: int = 0
     # Identities are those of arrays that live.
     _kept: list[Any] = field(default_factory=list, repr=False)
 
@@ -283,6 +285,7 @@ class Step:
         }
         # MLX evaluated this when the model was loaded.
         static = all(array.static for array in inputs)
+        self.nodes += not static
         known |= outputs
         for array in outputs.values():
             array.static = static
@@ -344,7 +347,8 @@ def counted_steps() -> Iterator[Step]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiled.trials, "compiled", Traced)
             patch.setattr(MetalBackend, "checks_first_use", False)
-            patch.setattr(MetalBackend, "follows_device", False)
+            patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+            patch.setattr(mx.metal, "is_available", lambda: True)
             patch.setattr(mx, "zeros", blank)
             patch.setattr(mx, "eval", ended)
             patch.setattr(mx, "async_eval", ended)
