@@ -345,7 +345,7 @@ class MetalKernel:
                         f"{LEAST_INPUT} where the kernel reads its shape."
                     )
                 array = mx.pad(array.reshape(-1), (0, LEAST_INPUT - array.size))
-            elif few and (known := views.SHORTS.get(id(array))) is not None:
+            elif (known := views.SHORTS.get(id(array))) is not None and (few or known.any_rows):
                 axes = self._axes.get(name, range(array.ndim))
                 if all(known.view.shape[axis] == array.shape[axis] for axis in axes):
                     array = known.view

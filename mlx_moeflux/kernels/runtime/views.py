@@ -24,7 +24,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 # A launch has few rows if its first input has at most so many: a token, drafts, small batches, with
-# a row for each of their heads or experts.
+# a row for each of their experts.
 MOST_ROWS = 512
 # Elements of an array that is worth a view. A command buffer has some hundred inputs.
 LEAST_ELEMENTS = 1 << 16
@@ -34,10 +34,12 @@ LEAST_INPUT = 8
 
 
 class Short(NamedTuple):
-    """The view of an array. Nothing here keeps the array alive."""
+    """The view of an array. Nothing here keeps the array alive. any_rows: True if launches of many
+    rows take it too."""
 
     owner: weakref.ref[mx.array]
     view: mx.array
+    any_rows: bool
 
 
 # By id() of the array, as long as it lives.
@@ -72,12 +74,15 @@ def keep(arrays: Iterable[mx.array]) -> None:
     bind(new, made)
 
 
-def bind(arrays: Sequence[mx.array], views: Sequence[mx.array | None]) -> None:
+def bind(
+    arrays: Sequence[mx.array], views: Sequence[mx.array | None], *, any_rows: bool = False
+) -> None:
     """Let launches that get one of `arrays` take its view, as long as the array lives. There may be
-    fewer views than arrays."""
+    fewer views than arrays. any_rows: See :class:`Short`; a cache has one of its own, because its
+    queries have a row for each head."""
     for array, view in zip(arrays, views, strict=False):
         if view is not None:
-            SHORTS[id(array)] = Short(_dying(array), view)
+            SHORTS[id(array)] = Short(_dying(array), view, any_rows)
 
 
 def _dying(array: mx.array) -> weakref.ref[mx.array]:

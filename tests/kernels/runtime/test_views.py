@@ -154,6 +154,9 @@ def test_launches_of_few_rows_get_views(passed):
     other = large()
     call("nothing", few, other)
     assert passed == [(6, 1, 2), (6, 1, 2), LARGE, LARGE, LARGE, LARGE]
+    views.bind([other], [short(other)], any_rows=True)
+    call("nothing", many, other)
+    assert passed[-1] == (6, 1, 2)
 
 
 def test_launches_elsewhere_get_arrays(passed):
