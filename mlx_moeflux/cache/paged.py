@@ -219,10 +219,6 @@ class PagedCache(AttentionCache):
         table = self._pool.table(self.rows_for(self.columns + count) // self._pool.block)
         return *self._buffers, *self._tail.arrays, table
 
-    def short_views(self) -> tuple[()]:
-        """Return no views: the pool may grow before the tail is full."""
-        return ()
-
     def _cut(self) -> Tail:
         start = tail_start(self.columns)
         index = self._pool.last_rows(self.seen(), self.columns - start)

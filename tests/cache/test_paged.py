@@ -8,9 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.cache.kv import TAIL_ROWS
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, KVPool
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
 from mlx_moeflux.generation.batch import Batch, BatchGenerator
+from mlx_moeflux.kernels.runtime import device, views
 from tests.models_at_hand import KINDS, VOCABULARY, by_default, model_of, same_bits, tokens_of
 
 # A pool holds no index keys.
@@ -190,6 +192,22 @@ def test_rows_are_written_in_place(hybrid):
     for token in range(4):
         batch.evaluate(batch.step(mx.array([token])))
         addresses.add(np.asarray(entry.keys).__array_interface__["data"][0])
+    assert len(addresses) == 1
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_traced_steps_with_short_views_write_in_place(on_device, monkeypatch):
+    monkeypatch.setattr(views, "LEAST_ELEMENTS", 16)
+    monkeypatch.setattr(device, "takes_views", lambda: True)
+    monkeypatch.setattr(on_device, "compile_steps", True)
+    batch = Batch(on_device, kv_pool_bytes=9 * block_bytes(on_device))
+    batch.join("a", state_of(on_device, 5))
+    entry = next(iter(batch._paged.values()))
+    addresses = set()
+    for step in range(TAIL_ROWS + 10):
+        mx.eval(batch.step(mx.array([step % VOCABULARY])))
+        assert len(entry._tail.views) == len(entry._buffers)
+        addresses.add(device.address_of(device.bytes_of(entry._buffers[0])))
     assert len(addresses) == 1
 
 
