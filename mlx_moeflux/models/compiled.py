@@ -491,7 +491,8 @@ def _entries(
     """Return the traced stand-ins of cache entries, whose layers share `chosen`."""
     entries = []
     for kind, (arrays, short) in zip(kinds, states, strict=True):
-        views.bind(arrays, short, any_rows=True)
+        if short:
+            views.bind(arrays, short, any_rows=True)
         entries.append(KINDS[kind](arrays, *counts))
         entries[-1].chosen = chosen
     return entries

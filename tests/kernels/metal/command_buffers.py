@@ -237,8 +237,9 @@ class Step:
         if self.work and self.work[-1] is not None:
             self.work.append(None)
 
-    def trace(self, function: Callable[..., Any], inputs: Any) -> Any:
-        """Take ``function(*inputs)`` down; return what has the shapes of its results."""
+    def trace(self, function: Callable[..., Any], inputs: Any, *, fuses: bool = True) -> Any:
+        """Take ``function(*inputs)`` down; return what has the shapes of its results. fuses: MLX
+        compiles it, and fuses elementwise operations."""
         arrays = [a for _, a in tree_flatten(inputs) if isinstance(a, mx.array)]
         results: list[Any] = []
 
@@ -251,10 +252,10 @@ class Step:
             for substituted in INSTEAD:
                 patch.setattr(*substituted)
             mx.export_function(graph.append, of_arrays, *arrays)
-        self._take(graph, arrays)
+        self._take(graph, arrays, fuses)
         return _map(lambda a: blank(a.shape, a.dtype), results[-1])
 
-    def _take(self, graph: list[dict[str, Any]], inputs: list[mx.array]) -> None:
+    def _take(self, graph: list[dict[str, Any]], inputs: list[mx.array], fuses: bool) -> None:
         known: dict[str, Array] = {}
         readers: dict[str, list[dict[str, Any]]] = {}
         for entry in graph:
@@ -269,7 +270,7 @@ class Step:
                 owners = owners_of(named.values())
                 for (name, array), owner in zip(named.items(), owners, strict=True):
                     known[name] = Array(id(owner), array.shape, contiguous(array.shape), True)
-            elif kind == "primitive":
+            elif kind == "primitive" and fuses:
                 for name, _, _ in entry["inputs"]:
                     readers.setdefault(name, []).append(entry)
         for entry in graph:

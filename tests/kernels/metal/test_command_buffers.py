@@ -19,6 +19,7 @@ import pytest
 from mlx_moeflux.cache import AttentionCache
 from mlx_moeflux.experts.compute import from_whole_bank
 from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.generation.loop import normalised
 from mlx_moeflux.kernels.runtime import views
 from mlx_moeflux.models.shapes import SHAPES
 from tests.kernels.metal import test_device_limits as limits
@@ -39,11 +40,11 @@ from tests.kernels.metal.work import counted
 CONTEXTS, LONG = (512, 4096), (32_768, 131_072)
 # Model -> most launches of a token, stock operations and the choice of the next token among them.
 LAUNCHES = {
-    "qwen3.5-35b-a3b": 279,
-    "qwen3-next-80b-a3b": 405,
-    "gpt-oss-120b": 875,
-    "glm-4.5-air": 833,
-    "qwen3.8-flash-next": 1110,
+    "qwen3.5-35b-a3b": 288,
+    "qwen3-next-80b-a3b": 414,
+    "gpt-oss-120b": 884,
+    "glm-4.5-air": 842,
+    "qwen3.8-flash-next": 1119,
 }
 # Buffers beyond those that launches alone make: MLX's lookup of a token counts the whole table of
 # embeddings.
@@ -151,8 +152,14 @@ def token(step: Step, model, context: int) -> None:
     step.names.clear()
     step.nodes = 0
     logits = model(mx.zeros((1, 1), mx.uint32), cache)
-    step.trace(lambda logits: mx.argmax(logits[:, -1], axis=-1), [logits])
+    step.trace(choice, [logits], fuses=False)
     step.end()
+
+
+def choice(logits: mx.array) -> Any:
+    """The most likely token, as a reply is drawn."""
+    logprobs, finite = normalised(logits[:, -1])
+    return mx.argmax(logprobs, axis=-1), logprobs.squeeze(0), finite
 
 
 def of_launches(step: Step, chip: Limits) -> int:
@@ -178,7 +185,7 @@ def test_a_resident_token_takes_few_command_buffers(name, context, monkeypatch):
     assert step.launches <= LAUNCHES[name]
     for chip in CHIPS.values():
         assert step.buffers(chip) <= of_launches(step, chip) + BEYOND
-        assert step.buffers(chip) <= 10 or step.launches > 400
+        assert step.buffers(chip) <= 10 or step.launches > 410
 
 
 @each_model(4096)
@@ -218,7 +225,7 @@ def test_without_views_a_token_takes_many_and_as_many_nodes(monkeypatch):
             token(step, model_of("qwen3.5-35b-a3b", monkeypatch), 4096)
         nodes.append(step.nodes)
     assert min(map(step.buffers, CHIPS.values())) > 40
-    assert nodes[0] == nodes[1] > 279
+    assert nodes[0] == nodes[1] > 288
 
 
 def test_without_views_of_caches_a_long_context_takes_more(monkeypatch):
