@@ -154,9 +154,10 @@ class ExpertCompute:
     ) -> mx.array:
         """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there,
         and where `x` and the bank have other floats. mix: Computes many rows, in float32."""
-        ones = mx.ones((x.shape[0], 1))
-        if mix is not None and mix.takes_call(x, None, ones, bank):
-            return mix.function(x, slots[:, None], ones, bank)
+        if mix is not None:
+            ones = mx.ones((x.shape[0], 1))
+            if mix.takes_call(x, None, ones, bank):
+                return mix.function(x, slots[:, None], ones, bank)
         if device.kind() == "cpu" or needs_cast(bank, x.dtype):
             x = x.astype(mx.float32)
         return expert_ffn(x, slots, bank)

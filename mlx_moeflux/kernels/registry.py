@@ -232,7 +232,7 @@ class Dispatcher:
             found = self._by_name()
         elif (best := self._best(args)) is None:
             found = self.reference
-        elif not best[1].takes_call(*args, **kwargs):
+        elif best[1].takes is not None and not best[1].takes(*args, **kwargs):
             self._fell_back(best[0], "it does not take these arguments")
             found = self.reference
         elif self._checks_first_use and self._needs_trials():
@@ -253,7 +253,7 @@ class Dispatcher:
         if self._fixed is not None:
             return self._by_name() is not self.reference
         best = self._best(args)
-        return best is not None and best[1].takes_call(*args, **kwargs)
+        return best is not None and (best[1].takes is None or best[1].takes(*args, **kwargs))
 
     def size(self, args: Sequence[Any]) -> int:
         """Return what a row's "from" counts: tokens of a sequence, or rows, of several rows of one
