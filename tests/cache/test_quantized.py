@@ -116,7 +116,7 @@ def test_a_state_in_bits_never_meets_one_without(tmp_path):
 def test_what_cannot_be_is_refused(capsys):
     for options, match in (
         ({"kv_bits": 3}, "kv_bits is 3; give 4 or 8"),
-        ({"kv_bits": 8, "kv_group_size": 48}, "groups of 48"),
+        ({"kv_bits": 8, "kv_group_size": 48}, "kv_group_size is 48; give 32, 64 or 128"),
         ({"kv_bits": 8}, "rows of 32 numbers have no groups of 64"),
     ):
         with pytest.raises(InputError, match=match):
