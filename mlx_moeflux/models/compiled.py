@@ -297,17 +297,17 @@ class CompiledStep:
         run = self._compiled.get((count, kinds))
         if run is None:
             run = self._compiled[count, kinds] = trials.compiled(self._traced(kinds, count))
-        states = _begin_steps(cache, count)
-        outputs, states = run(tokens, *_counts(cache, count), states, repeated=repeated)
+        states, short = _begin_steps(cache, count)
+        outputs, states = run(tokens, *_counts(cache, count), states, short, repeated=repeated)
         _end_steps(cache, states, count)
         return outputs
 
     def untraced(self, tokens: mx.array, cache: Sequence[Any]) -> Outputs:
         """Return what :meth:`__call__` does, with the same operations, without a trace: `forward`
         may evaluate. Arithmetic in stock MLX has other bits where it gets positions as numbers."""
-        states = _begin_steps(cache, 1)
+        states, short = _begin_steps(cache, 1)
         kinds = tuple(type(entry) for entry in cache)
-        outputs, states = self._run(kinds, tokens, *_counts(cache, 1), states)
+        outputs, states = self._run(kinds, tokens, *_counts(cache, 1), states, short)
         _end_steps(cache, states, 1)
         return outputs
 
@@ -318,9 +318,9 @@ class CompiledStep:
 
         return run
 
-    def _run(self, kinds, tokens, counts, padding, states) -> tuple[Outputs, list[Any]]:
+    def _run(self, kinds, tokens, counts, padding, states, short) -> tuple[Outputs, list[Any]]:
         """Return the outputs of `forward`, and the arrays of each entry after each row."""
-        entries = _entries(kinds, states, ChosenPositions(), counts, padding)
+        entries = _entries(kinds, states, short, ChosenPositions(), counts, padding)
         outputs = self._forward(tokens, _as_rows(entries, counts, padding))
         return outputs, [entry.ends for entry in entries]
 
@@ -376,7 +376,7 @@ class SegmentedStep:
             for segment in plan:
                 entries, built = cache[segment.start : segment.stop], self._graphs_built
                 carry, ends, chosen = segment.run(
-                    carry, slots, bank, chosen, counts, padding, _begin_steps(entries, count),
+                    carry, slots, bank, chosen, counts, padding, *_begin_steps(entries, count),
                     ready=lambda call=call: call and store.wait(call),
                 )  # fmt: skip
                 # While a graph is traced, its layers call the store, which counts.
@@ -426,17 +426,17 @@ class SegmentedStep:
         start = 0 if last is None else last + 1
         stop = len(model.layers) if following is None else following + 1
 
-        def segment(carry, slots, bank, chosen, counts, padding, states):
+        def segment(carry, slots, bank, chosen, counts, padding, states, short):
             shared = ChosenPositions(chosen)
-            stand_ins = _entries(kinds[start:stop], states, shared, counts, padding)
+            stand_ins = _entries(kinds[start:stop], states, short, shared, counts, padding)
             entries = _as_rows(stand_ins, counts, padding)
             if last is None:
                 self.traces += 1
                 (h,) = model.embed(carry)
             else:
                 weights, post, h, *more = carry
-                arrays, short = bank
-                views.bind(arrays, short)
+                arrays, known = bank
+                views.bind(arrays, known)
                 experts = model.store.steps.compute_slots(
                     post, slots, weights, _bank_of(arrays, model.store.steps.bank(last))
                 )
@@ -477,24 +477,27 @@ def _counts(cache: Sequence[Any], count: int) -> tuple[list[mx.array], mx.array 
     return counts, cache[0].left_padding
 
 
-def _begin_steps(cache: Sequence[Any], count: int) -> list[tuple[Any, Any]]:
-    """Return the arrays of each entry for a step of `count` columns, and their short views."""
+def _begin_steps(cache: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """Return the arrays of each entry for a step of `count` columns, and their short views; none
+    where no launch takes them."""
     states = [entry.begin_step(count) for entry in cache]
-    if not device.takes_views():
-        return [(arrays, ()) for arrays in states]
-    return [(arrays, each.short_views()) for each, arrays in zip(cache, states, strict=True)]
+    return states, [entry.short_views() for entry in cache] if device.takes_views() else []
 
 
 def _entries(
-    kinds: Sequence[type], states: Sequence[Any], chosen: ChosenPositions, *counts: Any
+    kinds: Sequence[type],
+    states: Sequence[Any],
+    short: Sequence[Any],
+    chosen: ChosenPositions,
+    *counts: Any,
 ) -> list[Any]:
-    """Return the traced stand-ins of cache entries, whose layers share `chosen`."""
-    entries = []
-    for kind, (arrays, short) in zip(kinds, states, strict=True):
-        if short:
-            views.bind(arrays, short, any_rows=True)
-        entries.append(KINDS[kind](arrays, *counts))
-        entries[-1].chosen = chosen
+    """Return the traced stand-ins of cache entries, whose layers share `chosen`. short: Views of
+    the arrays of each, or none of any."""
+    for arrays, known in zip(states, short, strict=False):
+        views.bind(arrays, known, any_rows=True)
+    entries = [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
+    for entry in entries:
+        entry.chosen = chosen
     return entries
 
 
