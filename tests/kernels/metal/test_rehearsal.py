@@ -393,7 +393,7 @@ def add_report():
 @rehearses("tune")
 def test_tune_of_a_model(home, tmp_path):
     file = tmp_path / "tuning.json"
-    few = ("--tokens", "2", "--repeats", "1", "--budgets", "25%")
+    few = ("--max-tokens", "2", "--repeats", "1", "--budgets", "25%")
     on_mac(home, "tune", "--out", str(file), *few)
     assert json.loads(file.read_text())["expert_memory"]
 
