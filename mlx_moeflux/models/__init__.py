@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlx_moeflux.checkpoint.source import Checkpoint
 
 # model_type -> module in this package; the config is in NAME_config. Adding an architecture is two
-# files and one line here.
+# files, one line here and its shapes in data/shapes.json.
 MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
@@ -77,14 +77,6 @@ def check_config(config: Mapping[str, Any], *, file: Any) -> None:
     of a model that is computed here."""
     refuse_draft_head(config, file)
     refuse_unknown(config, MODEL_TYPES, file)
-
-
-def published_shapes() -> dict[str, Any]:
-    """Return the configs of published models by name, of every architecture."""
-    shapes: dict[str, Any] = {}
-    for name in dict.fromkeys(MODEL_TYPES.values()):
-        shapes |= importlib.import_module(f"{__name__}.{name}_config").SHAPES
-    return shapes
 
 
 def _module(model_type: Any, file: Any, suffix: str = "") -> Any:

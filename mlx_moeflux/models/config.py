@@ -13,17 +13,6 @@ from mlx_moeflux.errors import ConfigError, InputError, UnsupportedError
 from mlx_moeflux.models.rope import Rope, stretched
 from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
-TINY: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 4,
-    "max_position_embeddings": 8192,
-}
-"""Sizes of the shapes called tiny; those with heads of their own keys have TINY_HEADS too."""
-TINY_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64}
-
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -93,13 +93,3 @@ def count_of(config: dict[str, Any], file: Path | str) -> int:
 
 MOST_LAYERS = 10_000
 """More than any model has."""
-
-_V3, _TINY = (deepseek_v3_config.SHAPES[name] for name in ("deepseek-v3", "deepseek-tiny"))
-
-SHAPES = {
-    "deepseek-v3.2": Config(**vars(_V3)),
-    "deepseek-v3.2-tiny": replace(
-        Config(**vars(_TINY)), index_topk=64, index_n_heads=16, index_head_dim=64
-    ),
-}
-"""Published shapes by name."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import check_groups, only, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models.config import TINY, BaseConfig
+from mlx_moeflux.models.config import BaseConfig
 from mlx_moeflux.models.rope import Rope, positions_of
 from mlx_moeflux.state_arrays import LATENT, EntrySpec
 
@@ -121,49 +121,3 @@ class Config(BaseConfig):
     def state(self, layer: int, dtype: str) -> EntrySpec:
         """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
         return LATENT.spec(dtype, keys=(1, self.kv_lora_rank), values=(1, self.qk_rope_head_dim))
-
-
-_PUBLISHED = Config(
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
-    num_hidden_layers=61,
-    num_attention_heads=128,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=163840,
-    rope=Rope(theta=1e4, factor=40.0, original=4096.0, mscale=1.0, mscale_all_dim=1.0),
-)
-
-SHAPES = {
-    "deepseek-v3": _PUBLISHED,
-    "kimi-k2": replace(
-        _PUBLISHED,
-        vocab_size=163840,
-        num_attention_heads=64,
-        n_routed_experts=384,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.827,
-        num_nextn_predict_layers=0,
-        max_position_embeddings=131072,
-        rope=replace(_PUBLISHED.rope, theta=5e4, factor=32.0, beta_fast=1.0),
-    ),
-    "deepseek-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=32,
-        first_k_dense_replace=1,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=64,
-        v_head_dim=64,
-    ),
-}
-"""Published shapes by name."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import only, says_nothing
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, check_layer_types
+from mlx_moeflux.models.config import AttentionConfig, check_layer_types
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
@@ -328,41 +328,3 @@ def _global_heads(
     return {"num_global_key_value_heads": heads} | (
         {} if size is None else {"global_head_dim": size}
     )
-
-
-_PUBLISHED = Config(
-    vocab_size=262144,
-    hidden_size=2816,
-    intermediate_size=2112,
-    num_hidden_layers=30,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=256,
-    num_global_key_value_heads=2,
-    moe_intermediate_size=704,
-    num_experts=128,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    partial_rotary_factor=1.0,
-    max_position_embeddings=262144,
-    attention_k_eq_v=True,
-    sliding_window=1024,
-    final_logit_softcapping=30.0,
-)
-
-SHAPES = {
-    "gemma-4-26b-a4b": _PUBLISHED,
-    "gemma-4-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        intermediate_size=192,
-        num_global_key_value_heads=1,
-        global_head_dim=128,
-        moe_intermediate_size=64,
-        num_experts=32,
-        sliding_window=16,
-    ),
-}
-"""Published shapes by name."""

@@ -11,7 +11,7 @@ from mlx_moeflux.checkpoint.config import (
     only,
 )
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, with_head_dim
+from mlx_moeflux.models.config import AttentionConfig, with_head_dim
 from mlx_moeflux.models.rope import rope_keys
 
 
@@ -88,51 +88,3 @@ class Config(AttentionConfig):
             layers=self.num_hidden_layers,
             predictions=self.num_nextn_predict_layers,
         )
-
-
-_PUBLISHED = Config(
-    vocab_size=151552,
-    hidden_size=5120,
-    num_hidden_layers=92,
-    num_attention_heads=96,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=12288,
-    moe_intermediate_size=1536,
-    n_routed_experts=160,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    partial_rotary_factor=0.5,
-    max_position_embeddings=202752,
-    routed_scaling_factor=2.5,
-    first_k_dense_replace=3,
-    use_qk_norm=True,
-    attention_bias=True,
-)
-
-SHAPES = {
-    "glm-4.6": _PUBLISHED,
-    "glm-4.5-air": replace(
-        _PUBLISHED,
-        hidden_size=4096,
-        num_hidden_layers=46,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        n_routed_experts=128,
-        max_position_embeddings=131072,
-        routed_scaling_factor=1.0,
-        first_k_dense_replace=1,
-        use_qk_norm=False,
-    ),
-    "glm-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=32,
-        first_k_dense_replace=1,
-    ),
-}
-"""Published shapes by name."""

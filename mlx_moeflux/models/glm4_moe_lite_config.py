@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v3_config
-from mlx_moeflux.models.config import TINY
-from mlx_moeflux.models.rope import Rope, rope_parameters
+from mlx_moeflux.models.rope import rope_parameters
 
 DENSE, SPARSE = "dense", "sparse"
 
@@ -65,34 +64,3 @@ def dense_layers(kinds: Any, config: dict[str, Any], file: Path | str) -> int:
             f"'mlp_layer_types' has {dense} dense layers; keep one."
         )
     return dense
-
-
-_PUBLISHED = Config(
-    vocab_size=154880,
-    hidden_size=2048,
-    intermediate_size=10240,
-    moe_intermediate_size=1536,
-    num_hidden_layers=47,
-    num_attention_heads=20,
-    n_routed_experts=64,
-    num_experts_per_tok=4,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=202752,
-    rope=Rope(theta=1e6),
-)
-
-SHAPES = {
-    "glm-4.7-flash": _PUBLISHED,
-    "glm-flash-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=32,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-    ),
-}
-"""Published shapes by name."""

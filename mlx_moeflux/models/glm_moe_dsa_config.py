@@ -11,9 +11,8 @@ from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v32_config
-from mlx_moeflux.models.config import TINY
 from mlx_moeflux.models.deepseek_v32_config import count_of
-from mlx_moeflux.models.rope import Rope, rope_parameters
+from mlx_moeflux.models.rope import rope_parameters
 
 FULL, SHARED = "full", "shared"
 _LETTERS = {"F": FULL, "S": SHARED}
@@ -145,45 +144,3 @@ def _number(config: dict[str, Any], key: str, file: Path | str) -> int | None:
     if value is not None and (type(value) is not int or value < 0):
         raise ConfigError(f"{file}: '{key}' is {value!r}, expected a number of layers.")
     return value
-
-
-_PUBLISHED = Config(
-    vocab_size=154880,
-    hidden_size=6144,
-    intermediate_size=12288,
-    moe_intermediate_size=2048,
-    num_hidden_layers=78,
-    num_attention_heads=64,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=202752,
-    rope=Rope(theta=1e6),
-)
-
-SHAPES = {
-    "glm-5": _PUBLISHED,
-    "glm-5.2": replace(
-        _PUBLISHED,
-        max_position_embeddings=1048576,
-        rope=Rope(theta=8e6),
-        indexer_types=(FULL, FULL) + (FULL, SHARED, SHARED, SHARED) * 19,
-    ),
-    "glm-5-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=32,
-        first_k_dense_replace=1,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-        index_topk=64,
-        index_n_heads=16,
-        index_head_dim=64,
-        indexer_types=(FULL, FULL, SHARED, SHARED),
-    ),
-}
-"""Published shapes by name."""

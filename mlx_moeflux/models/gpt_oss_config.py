@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import Experts, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.config import AttentionConfig, check_layer_types
-from mlx_moeflux.models.rope import Rope, rope_keys
+from mlx_moeflux.models.rope import rope_keys
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 _AT = r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\."
@@ -107,42 +107,3 @@ class Config(AttentionConfig):
             Experts(_AT + "down_proj", ("down_proj.weight",), transposed=True),
         )
         return NameRules(renames=((r"\.mlp\.router\.", ".mlp.gate."),), experts=experts)
-
-
-_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-
-_PUBLISHED = Config(
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_local_experts=128,
-    num_experts_per_tok=4,
-    rms_norm_eps=1e-5,
-    rope_theta=150000.0,
-    partial_rotary_factor=1.0,
-    max_position_embeddings=131072,
-    yarn=Rope.of(_YARN, "gpt-oss", theta=150000.0, positions=131072),
-)
-
-SHAPES = {
-    "gpt-oss-120b": _PUBLISHED,
-    "gpt-oss-20b": replace(_PUBLISHED, num_hidden_layers=24, num_local_experts=32),
-    "gpt-oss-tiny": replace(
-        _PUBLISHED,
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=32,
-        max_position_embeddings=8192,
-        sliding_window=16,
-    ),
-}
-"""Published shapes by name."""

@@ -75,14 +75,3 @@ class Config(deepseek_v3_config.Config):
             ("model.language_model.", "model."),
         )
         return replace(rules, prefixes=prefixes, drops=(images, *rules.drops))
-
-
-_TINY, _K2 = (deepseek_v3_config.SHAPES[name] for name in ("deepseek-tiny", "kimi-k2"))
-_ROPE = replace(_K2.rope, factor=64.0, beta_fast=32.0)
-_LONGER = {"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "rope": _ROPE}
-
-SHAPES = {
-    "kimi-k2.5": Config(**vars(_K2) | _LONGER),
-    "kimi-k2.5-tiny": Config(**vars(_TINY)),
-}
-"""Published shapes by name."""

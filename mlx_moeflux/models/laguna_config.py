@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, check_layer_types
+from mlx_moeflux.models.config import AttentionConfig, check_layer_types
 from mlx_moeflux.models.rope import ORIGINAL, Rope, positions_of
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -234,58 +234,3 @@ def _ropes(keys: dict[str, Any], file: Path | str) -> dict[str, Any]:
         "window_rope_theta": windowed.theta,
         "window_rotary_factor": window_share,
     }
-
-
-def _yarn(factor: float, original: int, fastest: float) -> Rope:
-    keys = {"rope_type": "yarn", "factor": factor, ORIGINAL: original, "beta_fast": fastest}
-    return Rope.of(keys, "laguna", theta=5e5, positions=original)
-
-
-_PUBLISHED = Config(
-    vocab_size=100352,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=40,
-    num_attention_heads=48,
-    window_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
-    num_experts=256,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    rope_theta=5e5,
-    partial_rotary_factor=0.5,
-    yarn=_yarn(64.0, 4096, 64.0),
-    max_position_embeddings=262144,
-    moe_routed_scaling_factor=2.5,
-)
-
-SHAPES = {
-    "laguna-xs.2": _PUBLISHED,
-    "laguna-s-2.1": replace(
-        _PUBLISHED,
-        hidden_size=3072,
-        intermediate_size=12288,
-        num_hidden_layers=48,
-        window_attention_heads=72,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-        num_experts_per_tok=10,
-        yarn=_yarn(32.0, 8192, 32.0),
-    ),
-    "laguna-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        window_attention_heads=6,
-        intermediate_size=192,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=32,
-        sliding_window=16,
-        yarn=_yarn(4.0, 2048, 32.0),
-    ),
-}
-"""Published shapes by name."""

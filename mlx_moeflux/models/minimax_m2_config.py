@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
+from mlx_moeflux.models.config import AttentionConfig
 from mlx_moeflux.models.rope import rope_keys
 
 
@@ -123,32 +123,3 @@ def _with_rotary_dim(
             f"{keys['partial_rotary_factor']} of {width}; keep one."
         )
     return keys | {"partial_rotary_factor": rotary / width}
-
-
-_PUBLISHED = Config(
-    vocab_size=200064,
-    hidden_size=3072,
-    intermediate_size=1536,
-    num_hidden_layers=62,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    num_local_experts=256,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    rope_theta=5e6,
-    partial_rotary_factor=0.5,
-    max_position_embeddings=196608,
-)
-
-SHAPES = {
-    "minimax-m2": _PUBLISHED,
-    "minimax-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        intermediate_size=64,
-        num_local_experts=32,
-    ),
-}
-"""Published shapes by name."""

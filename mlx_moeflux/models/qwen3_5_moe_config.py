@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import divides, only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, check_layer_types
+from mlx_moeflux.models.config import AttentionConfig, check_layer_types
 from mlx_moeflux.models.rope import rope_keys
 from mlx_moeflux.state_arrays import RECURRENT, EntrySpec
 
@@ -161,79 +161,3 @@ class Config(AttentionConfig):
             "tie_word_embeddings": self.tie_word_embeddings,
             "text_config": text,
         }
-
-
-_PUBLISHED = Config(
-    vocab_size=248320,
-    hidden_size=2048,
-    num_hidden_layers=40,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
-    num_experts=256,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e7,
-    partial_rotary_factor=0.25,
-    max_position_embeddings=262144,
-)
-
-SHAPES = {
-    "qwen3.5-35b-a3b": _PUBLISHED,
-    "qwen3.5-122b-a10b": replace(
-        _PUBLISHED,
-        hidden_size=3072,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        linear_num_value_heads=64,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-    ),
-    "qwen3.5-397b-a17b": replace(
-        _PUBLISHED,
-        hidden_size=4096,
-        num_hidden_layers=60,
-        num_attention_heads=32,
-        linear_num_value_heads=64,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-        num_experts=512,
-        num_experts_per_tok=10,
-    ),
-    # 120 MB, larger than the caches of a CPU: for benchmarks on CPUs.
-    "qwen3.5-small": replace(
-        _PUBLISHED,
-        vocab_size=4096,
-        hidden_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        head_dim=128,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        moe_intermediate_size=256,
-        shared_expert_intermediate_size=256,
-        num_experts=32,
-        num_experts_per_tok=4,
-        max_position_embeddings=32768,
-    ),
-    "qwen3.5-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=32,
-    ),
-}
-"""Published shapes by name."""

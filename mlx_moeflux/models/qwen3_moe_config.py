@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, with_head_dim
+from mlx_moeflux.models.config import AttentionConfig, with_head_dim
 from mlx_moeflux.models.rope import rope_keys
 
 
@@ -65,59 +65,3 @@ class Config(AttentionConfig):
     def windowed(self) -> bool:
         """See :attr:`BaseConfig.windowed`."""
         return self.window is not None
-
-
-_PUBLISHED = Config(
-    vocab_size=151936,
-    hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    partial_rotary_factor=1.0,
-    max_position_embeddings=40960,
-    norm_topk_prob=True,
-    sliding_window=None,
-)
-
-SHAPES = {
-    "qwen3-30b-a3b": _PUBLISHED,
-    "qwen3-235b-a22b": replace(
-        _PUBLISHED,
-        hidden_size=4096,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-    ),
-    "qwen3-coder-30b-a3b": replace(
-        _PUBLISHED, intermediate_size=5472, rope_theta=1e7, max_position_embeddings=262144
-    ),
-    "qwen3-coder-480b-a35b": replace(
-        _PUBLISHED,
-        hidden_size=6144,
-        num_hidden_layers=62,
-        num_attention_heads=96,
-        num_key_value_heads=8,
-        intermediate_size=8192,
-        moe_intermediate_size=2560,
-        num_experts=160,
-        rope_theta=1e7,
-        max_position_embeddings=262144,
-    ),
-    "qwen3-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_experts=32,
-    ),
-}
-"""Published shapes by name."""

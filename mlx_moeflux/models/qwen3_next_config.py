@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from mlx_moeflux.models import qwen3_5_moe_config
-from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
+from mlx_moeflux.models.config import AttentionConfig
 from mlx_moeflux.models.qwen3_5_moe_config import FULL, LINEAR
 
 
@@ -39,31 +39,3 @@ class Config(qwen3_5_moe_config.Config):
         """Return the keys of config.json."""
         kinds = [LINEAR if self.is_linear(i) else FULL for i in range(self.num_hidden_layers)]
         return AttentionConfig.published(self) | {"layer_types": kinds}
-
-
-_PUBLISHED = replace(
-    Config(**asdict(qwen3_5_moe_config.SHAPES["qwen3.5-35b-a3b"]), intermediate_size=5120),
-    vocab_size=151936,
-    num_hidden_layers=48,
-    num_experts=512,
-    num_experts_per_tok=10,
-)
-
-SHAPES = {
-    "qwen3-next-80b-a3b": _PUBLISHED,
-    "qwen3-coder-next": replace(_PUBLISHED, rope_theta=5e6),
-    "qwen3-next-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=32,
-        linear_value_head_dim=64,
-        intermediate_size=192,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=32,
-    ),
-}
-"""Published shapes by name."""

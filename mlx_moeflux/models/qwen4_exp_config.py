@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -10,7 +10,6 @@ from mlx_moeflux.checkpoint.config import divides
 from mlx_moeflux.checkpoint.names import PARTS, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models import qwen3_5_moe_config
-from mlx_moeflux.models.config import TINY, TINY_HEADS
 from mlx_moeflux.models.qwen3_5_moe_config import FULL
 from mlx_moeflux.state_arrays import INDEXED as INDEXED_STATE
 from mlx_moeflux.state_arrays import NGRAMS, EntrySpec
@@ -246,57 +245,3 @@ def _with_defaults(keys: dict[str, Any]) -> dict[str, Any]:
     if keys.get("ple_embed_dim") is None:
         keys = keys | {"ple_embed_dim": keys.get("hidden_size")}
     return keys
-
-
-_PUBLISHED = Config(
-    **asdict(
-        replace(
-            qwen3_5_moe_config.SHAPES["qwen3.5-35b-a3b"],
-            hidden_size=2560,
-            num_hidden_layers=48,
-            num_attention_heads=24,
-            linear_num_value_heads=48,
-            moe_intermediate_size=640,
-            shared_expert_intermediate_size=640,
-            num_experts=512,
-            num_experts_per_tok=10,
-        )
-    ),
-    indexer_n_heads=4,
-    indexer_kv_heads=1,
-    indexer_head_dim=128,
-    indexer_budget=2048,
-    indexer_compress_ratio=4,
-    ple_embed_dim=2560,
-    ple_layer_ids=(2,),
-    split_ngram_parts=128,
-    output_gate_type="sigmoid",
-    eos_token_id=248044,
-)
-
-SHAPES = {
-    "qwen3.8-flash-next": _PUBLISHED,
-    "qwen4-exp-tiny": replace(
-        _PUBLISHED,
-        **TINY,
-        **TINY_HEADS,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=32,
-        hc_count=3,
-        hc_lowrank=8,
-        indexer_n_heads=8,
-        indexer_head_dim=32,
-        indexer_budget=16,
-        ple_embed_dim=192,
-        heads_per_ngram=3,
-        ngram_vocab_size_base=97,
-        split_ngram_parts=4,
-        eos_token_id=TINY["vocab_size"] - 1,
-    ),
-}
-"""Published shapes by name."""

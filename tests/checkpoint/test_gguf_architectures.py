@@ -22,7 +22,7 @@ from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, Unsup
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.plan import open_sizes
 from mlx_moeflux.models import MODEL_TYPES
-from mlx_moeflux.models.glm_moe_dsa_config import SHAPES
+from mlx_moeflux.models.shapes import SHAPES
 
 gguf = pytest.importorskip("gguf")
 

@@ -10,7 +10,8 @@ import pytest
 
 from mlx_moeflux.checkpoint.formats.gguf_architectures import ARCHITECTURES
 from mlx_moeflux.checkpoint.formats.gguf_header import Header
-from mlx_moeflux.models import config_class, published_shapes
+from mlx_moeflux.models import config_class
+from mlx_moeflux.models.shapes import SHAPES
 
 # As float32 stores them.
 E_6, E_5, TENTH = 9.999999974752427e-07, 9.999999747378752e-06, 0.10000000149011612
@@ -229,7 +230,7 @@ ELSEWHERE = {
 def test_metadata_of_published_files(name):
     """All keys are read, and mean the published config."""
     architecture, keys = PUBLISHED[name]
-    shape, record = published_shapes()[name], ARCHITECTURES[architecture]
+    shape, record = SHAPES[name], ARCHITECTURES[architecture]
     metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
     metadata |= {"general.name": name, "tokenizer.ggml.pre": "x", "quantize.imatrix.file": "y"}
     found = record.config(Header(Path("m.gguf"), architecture, metadata))

@@ -9,8 +9,7 @@ import pytest
 from mlx_moeflux.checkpoint.names import NameRules, map_tensors
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError
-from mlx_moeflux.models.qwen3_5_moe_config import SHAPES as OTHERS
-from mlx_moeflux.models.qwen4_exp_config import SHAPES
+from mlx_moeflux.models.shapes import SHAPES
 
 RULES = SHAPES["qwen4-exp-tiny"].name_rules()
 AT = "layers.1.ple.ple_embedding."
@@ -98,7 +97,7 @@ def test_the_rest_of_the_layer_is_trunk():
 
 
 def test_other_families_have_no_tables():
-    for rules in (NameRules(), OTHERS["qwen3.5-tiny"].name_rules()):
+    for rules in (NameRules(), SHAPES["qwen3.5-tiny"].name_rules()):
         mapped = map_tensors(transformers(), rules)
         assert not mapped.tables
         assert len(mapped.trunk) == 12

@@ -18,8 +18,9 @@ from mlx_moeflux.kernels.cpu.blas import expert_mix_blas
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank, expert_ffn, geglu
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.models.gemma4_config import FULL, SHAPES, WINDOWED, Config
+from mlx_moeflux.models.gemma4_config import FULL, WINDOWED, Config
 from mlx_moeflux.models.rope import Rope
+from mlx_moeflux.models.shapes import SHAPES
 from tests.models.test_published import PUBLISHED
 from tests.models.twins import GOLDEN, relative_error
 
@@ -57,7 +58,7 @@ def test_the_published_config():
     assert found.state_bytes(256) == 256 * 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["gemma-4-26b-a4b", "gemma-4-tiny"])
 def test_shapes_come_back(name):
     keys = SHAPES[name].published()
     assert (keys["model_type"], keys["text_config"]["model_type"]) == ("gemma4", "gemma4_text")

@@ -14,7 +14,8 @@ import pytest
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import ConfigError, ShapeError
 from mlx_moeflux.models.ngrams import NgramHashes, _is_prime, _primes_from, check_tables
-from mlx_moeflux.models.qwen4_exp_config import MOST_ROWS, SHAPES
+from mlx_moeflux.models.qwen4_exp_config import MOST_ROWS
+from mlx_moeflux.models.shapes import SHAPES
 
 PUBLISHED, TINY = SHAPES["qwen3.8-flash-next"], SHAPES["qwen4-exp-tiny"]
 SMALL = replace(

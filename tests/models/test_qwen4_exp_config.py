@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mlx_moeflux.errors import ConfigError, MoefluxError, UnsupportedError
-from mlx_moeflux.models.qwen4_exp_config import SHAPES, Config
+from mlx_moeflux.models.qwen4_exp_config import Config
+from mlx_moeflux.models.shapes import SHAPES
 
 KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 # text_config of Qwen/Qwen3.8-Flash-Next.
@@ -70,7 +71,7 @@ def test_the_published_config():
     assert (found.output_gate, found.stop_token, found.rotary_dims) == ("sigmoid", 248044, 64)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["qwen3.8-flash-next", "qwen4-exp-tiny"])
 def test_shapes_come_back(name):
     shape = SHAPES[name]
     keys = shape.published()

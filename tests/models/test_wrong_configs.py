@@ -11,8 +11,8 @@ import pytest
 
 from mlx_moeflux.errors import ConfigError, MoefluxError
 from mlx_moeflux.models import config_class
-from mlx_moeflux.models.glm4_moe_config import SHAPES
 from mlx_moeflux.models.rope import rope_keys
+from mlx_moeflux.models.shapes import SHAPES
 from tests.models.twins import GOLDEN
 
 GLM = SHAPES["glm-tiny"]
