@@ -153,28 +153,6 @@ def divides(config: Any, file: Path | str, small: str, large: str) -> None:
         )
 
 
-def check_groups(config: Any, file: Path | str) -> None:
-    """Check the fields of a router that chooses among groups: ``n_group``, ``topk_group``,
-    ``n_routed_experts``, ``num_experts_per_tok``.
-
-    Raises:
-        ConfigError: Groups do not divide the experts, or hold fewer than a token takes.
-    """
-    divides(config, file, "n_group", "n_routed_experts")
-    if config.topk_group > config.n_group:
-        raise ConfigError(
-            f"{file}: 'topk_group' {config.topk_group} is more than 'n_group' {config.n_group}."
-        )
-    group = config.n_routed_experts // config.n_group
-    if config.num_experts_per_tok > config.topk_group * group:
-        raise ConfigError(
-            f"{file}: 'num_experts_per_tok' {config.num_experts_per_tok} is more than the "
-            f"{config.topk_group} groups of {group} experts that take part have."
-        )
-    if group < 2 and config.topk_group < config.n_group:
-        raise ConfigError(f"{file}: 'n_group' {config.n_group} leaves groups of one expert.")
-
-
 def only(file: Path | str, name: str, value: Any, computed: Any) -> None:
     """Raise :class:`UnsupportedError` unless key `name` has the one value that is computed."""
     if value != computed:

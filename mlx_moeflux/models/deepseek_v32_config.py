@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import only, positive
+from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v3_config
 from mlx_moeflux.models.glm4_moe_lite_config import dense_layers
@@ -38,27 +38,22 @@ class Config(deepseek_v3_config.Config):
     }
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json; ``mlp_layer_types`` and ``first_k_dense_replace`` say the same.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        kinds = config.get("mlp_layer_types")
-        if kinds is not None:
-            config = config | {"first_k_dense_replace": dense_layers(kinds, config, file)}
+    def read_keys(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.read_keys`; ``mlp_layer_types``
+        and ``first_k_dense_replace`` say the same."""
         layers = config.get("layer_types")
         if layers is not None:
             only(file, "layer_types", layers, [ATTENTION] * count_of(config, file))
-        return super().from_dict(config, file=file, strict=strict)
+        kinds = config.get("mlp_layer_types")
+        if kinds is None:
+            return config
+        return config | {"first_k_dense_replace": dense_layers(kinds, config, file)}
 
     def check(self, file: Path | str) -> None:
         """See :meth:`BaseConfig.check`."""
         super().check(file)
         if self.q_lora_rank is None:
             raise ConfigError(f"{file}: 'q_lora_rank' is null; the indexer needs its rank.")
-        positive(self, file, "q_lora_rank")
         only(file, "rope_interleave", self.rope_interleave, True)
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ConfigError(

@@ -9,22 +9,15 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import only, says_nothing
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.config import AttentionConfig, check_layer_types
+from mlx_moeflux.models.config import FULL, WINDOWED, WRAPPER_PREFIXES, WindowedConfig, unwrapped
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
 GELU = "gelu_pytorch_tanh"
 TEXT_TYPE = "gemma4_text"
 
-# Key -> what transformers takes where it is missing, and the only value that is computed.
-_COMPUTED: dict[str, tuple[Any, Any]] = {
-    "enable_moe_block": (False, True),
-    "hidden_activation": (GELU, GELU),
-    "hidden_size_per_layer_input": (256, 0),
-    "num_kv_shared_layers": (0, 0),
-    "attention_bias": (False, False),
-}
+# What transformers takes where a key is missing, and is not computed.
+_DEFAULTS = {"enable_moe_block": False, "hidden_size_per_layer_input": 256}
 _DEFAULT_ROPES: dict[str, dict[str, Any]] = {
     WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -35,7 +28,7 @@ _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(WindowedConfig):
     """The keys of config.json that this architecture uses.
 
     ``head_dim``, ``num_key_value_heads`` and ``rope_theta`` are those of layers with a window;
@@ -53,7 +46,6 @@ class Config(AttentionConfig):
     global_rope_theta: float = 1e6
     global_rotary_share: float = 0.25
     attention_k_eq_v: bool = False
-    layer_types: tuple[str, ...] = ()
     sliding_window: int = 512
     final_logit_softcapping: float | None = None
     tie_word_embeddings: bool = True
@@ -61,14 +53,19 @@ class Config(AttentionConfig):
 
     MODEL_TYPE, ARCHITECTURE = "gemma4", "Gemma4ForConditionalGeneration"
     ACTIVATION: ClassVar[str] = GELU
+    COMPUTED: ClassVar[dict[str, Any]] = {
+        "enable_moe_block": True,
+        "hidden_activation": GELU,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "attention_bias": False,
+    }
     # The width of the MLP and the vocabulary of inputs are of models that are not computed, the
     # rest is of images and sounds.
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
-            *_COMPUTED,
             "top_k_experts",
             "per_layer_config",
-            "rope_parameters",
             "use_bidirectional_attention",
             "use_double_wide_mlp",
             "vocab_size_per_layer_input",
@@ -78,40 +75,52 @@ class Config(AttentionConfig):
         ]
     )
 
+    # Router, experts and the norms around them are parts of the MoE block; tensors of images and
+    # sounds are dropped.
+    NAMES: ClassVar[NameRules] = NameRules(
+        prefixes=WRAPPER_PREFIXES,
+        renames=(
+            (r"(\.layers\.\d+)\.router\.proj\.", r"\1.mlp.gate."),
+            (r"(\.layers\.\d+)\.router\.scale$", r"\1.mlp.gate_norm.scale"),
+            (r"(\.layers\.\d+)\.router\.per_expert_scale$", r"\1.mlp.per_expert_scale"),
+            (r"(\.layers\.\d+)\.experts\.switch_glu\.", r"\1.mlp.switch_mlp."),
+            (r"(\.layers\.\d+)\.experts\.", r"\1.mlp.experts."),
+            (r"(\.layers\.\d+)\.(pre|post)_feedforward_", r"\1.mlp.\2_feedforward_"),
+        ),
+        drops=(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*",),
+        experts=EXPERT_NAMES,
+    )
+
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json, plain or wrapped in ``text_config``.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        text = dict(config)
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.from_dict`; plain or wrapped in
+        ``text_config``."""
         if isinstance(inner := config.get("text_config"), dict):
             only(file, "text_config.model_type", inner.get("model_type", TEXT_TYPE), TEXT_TYPE)
-            text = {k: v for k, v in config.items() if k not in ("text_config", "model_type")}
-            text |= inner
-            if "tie_word_embeddings" in config:
-                text["tie_word_embeddings"] = config["tie_word_embeddings"]
-        for key, (default, computed) in _COMPUTED.items():
-            found = text.get(key, default)
-            if key == "enable_moe_block" and found is False:
-                raise UnsupportedError(
-                    f"{file}: '{key}' is False; only True is computed. mlx-lm runs it, a dense "
-                    "model."
-                )
-            only(file, key, found, computed)
-        if text.get("use_bidirectional_attention") != "vision":  # of images alone
-            only(file, "use_bidirectional_attention", text.get("use_bidirectional_attention"), None)
-        overrides = _overrides(text, file)
-        parsed = cls.parse(
-            text | _chosen(text, file) | _ropes(text, file) | _global_heads(text, overrides, file),
-            file=file,
-            strict=strict,
-        )
-        if overrides:
+        text = _DEFAULTS | unwrapped(config)
+        if text["enable_moe_block"] is False:
+            raise UnsupportedError(
+                f"{file}: 'enable_moe_block' is False; only True is computed. mlx-lm runs it, a "
+                "dense model."
+            )
+        parsed = super().from_dict(text, file=file, strict=strict)
+        if overrides := _overrides(text, file):
             parsed._check_overrides(overrides, file)
         return parsed
+
+    @classmethod
+    def read_keys(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.read_keys`."""
+        if config.get("use_bidirectional_attention") != "vision":  # of images alone
+            both = config.get("use_bidirectional_attention")
+            only(file, "use_bidirectional_attention", both, None)
+        overrides = _overrides(config, file)
+        return config | _chosen(config, file) | _global_heads(config, overrides, file)
+
+    @classmethod
+    def ropes(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.ropes`."""
+        return _ropes(config, file)
 
     def _check_overrides(self, overrides: dict[int, dict[str, Any]], file: Path | str) -> None:
         last, values = self.num_hidden_layers - 1, list(overrides.values())
@@ -127,7 +136,6 @@ class Config(AttentionConfig):
     def check(self, file: Path | str) -> None:
         """See :meth:`BaseConfig.check`."""
         super().check(file)
-        check_layer_types(self, file, WINDOWED, FULL)
         if self.layer_types and self.layer_types[-1] != FULL:
             raise ConfigError(
                 f"{file}: 'layer_types' ends with {self.layer_types[-1]!r}; the last layer must be "
@@ -148,26 +156,13 @@ class Config(AttentionConfig):
             )
 
     @property
-    def windowed(self) -> bool:
-        """See :attr:`BaseConfig.windowed`."""
-        return True
-
-    @property
     def shared_intermediate_size(self) -> int:
         """See :attr:`BaseConfig.shared_intermediate_size`: the dense MLP is for all tokens."""
         return self.intermediate_size
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return True: every layer has a MoE block."""
-        return True
-
-    def window(self, layer: int) -> int | None:
-        """Return the sliding window of `layer` in tokens, the current one included; None for full
-        attention."""
-        if self.layer_types:
-            return self.sliding_window if self.layer_types[layer] == WINDOWED else None
-        last = layer == self.num_hidden_layers - 1
-        return None if last or (layer + 1) % 6 == 0 else self.sliding_window
+    def has_window(self, layer: int) -> bool:
+        """See :meth:`~mlx_moeflux.models.config.WindowedConfig.has_window`."""
+        return layer != self.num_hidden_layers - 1 and (layer + 1) % 6 != 0
 
     def of_layer(self, layer: int) -> Config:
         """Return this config with heads and rope of `layer` in the keys that
@@ -188,25 +183,6 @@ class Config(AttentionConfig):
         rows = own.num_key_value_heads, own.head_dim
         return ATTENTION.spec(dtype, keys=rows, values=rows)
 
-    def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names: router, experts and the norms around them are
-        parts of the MoE block; tensors of images and sounds are dropped."""
-        prefixes = (
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        )
-        renames = (
-            (r"(\.layers\.\d+)\.router\.proj\.", r"\1.mlp.gate."),
-            (r"(\.layers\.\d+)\.router\.scale$", r"\1.mlp.gate_norm.scale"),
-            (r"(\.layers\.\d+)\.router\.per_expert_scale$", r"\1.mlp.per_expert_scale"),
-            (r"(\.layers\.\d+)\.experts\.switch_glu\.", r"\1.mlp.switch_mlp."),
-            (r"(\.layers\.\d+)\.experts\.", r"\1.mlp.experts."),
-            (r"(\.layers\.\d+)\.(pre|post)_feedforward_", r"\1.mlp.\2_feedforward_"),
-        )
-        others = r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*"
-        return NameRules(prefixes=prefixes, renames=renames, drops=(others,), experts=EXPERT_NAMES)
-
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json in the wrapper's form."""
         text = {_NAMES.get(key, key): value for key, value in asdict(self).items()}
@@ -218,9 +194,8 @@ class Config(AttentionConfig):
             | {"rope_theta": text.pop("global_rope_theta")}
             | {"partial_rotary_factor": text.pop("global_rotary_share")},
         }
-        layers = range(self.num_hidden_layers)
-        text["layer_types"] = [FULL if self.window(i) is None else WINDOWED for i in layers]
-        text |= {key: computed for key, (_, computed) in _COMPUTED.items()}
+        text["layer_types"] = self.kinds()
+        text |= self.COMPUTED
         return {
             "architectures": [self.ARCHITECTURE],
             "model_type": self.MODEL_TYPE,

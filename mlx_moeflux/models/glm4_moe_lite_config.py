@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.errors import ConfigError
@@ -36,19 +36,20 @@ class Config(deepseek_v3_config.Config):
     }
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json; ``mlp_layer_types`` and ``first_k_dense_replace`` say the same.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
+    def read_keys(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.read_keys`; ``mlp_layer_types``
+        and ``first_k_dense_replace`` say the same."""
+        whole_heads(config, file)
         kinds = config.get("mlp_layer_types")
-        if kinds is not None:
-            config = config | {"first_k_dense_replace": dense_layers(kinds, config, file)}
-        found = rope_parameters(config, file, ("partial_rotary_factor",))
-        only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
-        return super().from_dict(config, file=file, strict=strict)
+        if kinds is None:
+            return config
+        return config | {"first_k_dense_replace": dense_layers(kinds, config, file)}
+
+
+def whole_heads(config: dict[str, Any], file: Path | str) -> None:
+    """Raise :class:`UnsupportedError` if the rope turns a part of a head."""
+    found = rope_parameters(config, file, ("partial_rotary_factor",))
+    only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
 
 
 def dense_layers(kinds: Any, config: dict[str, Any], file: Path | str) -> int:

@@ -12,7 +12,7 @@ from mlx_moeflux.checkpoint.names import NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v32_config
 from mlx_moeflux.models.deepseek_v32_config import count_of
-from mlx_moeflux.models.rope import rope_parameters
+from mlx_moeflux.models.glm4_moe_lite_config import whole_heads
 
 FULL, SHARED = "full", "shared"
 _LETTERS = {"F": FULL, "S": SHARED}
@@ -50,19 +50,12 @@ class Config(deepseek_v32_config.Config):
     }
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        found = rope_parameters(config, file, ("partial_rotary_factor",))
-        only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
+    def read_keys(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.read_keys`."""
+        whole_heads(config, file)
         only(file, "moe_router_dtype", config.get("moe_router_dtype") or "float32", "float32")
-        return super().from_dict(
-            config | {"indexer_types": _indexer_types(config, file)}, file=file, strict=strict
-        )
+        config = config | {"indexer_types": _indexer_types(config, file)}
+        return super().read_keys(config, file)
 
     def has_indexer(self, layer: int) -> bool:
         """See :meth:`deepseek_v32_config.Config.has_indexer`."""

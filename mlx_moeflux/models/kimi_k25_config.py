@@ -10,6 +10,7 @@ from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v3_config
+from mlx_moeflux.models.config import WRAPPER_PREFIXES, unwrapped
 
 TEXT_TYPES = ("deepseek_v3", "kimi_k2")
 
@@ -38,22 +39,14 @@ class Config(deepseek_v3_config.Config):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json, the text model's keys of ``text_config``.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.from_dict`; reads ``text_config``."""
         inner = config.get("text_config")
         if not isinstance(inner, dict):
             raise ConfigError(f"{file}: 'text_config' is {inner!r}, expected an object.")
         kind = inner.get("model_type", TEXT_TYPES[0])
         if kind not in TEXT_TYPES:
             only(file, "text_config.model_type", kind, TEXT_TYPES[0])
-        text = {k: v for k, v in config.items() if k not in ("text_config", "model_type")} | inner
-        if "tie_word_embeddings" in config:
-            text["tie_word_embeddings"] = config["tie_word_embeddings"]
-        return super().from_dict(text, file=file, strict=strict)
+        return super().from_dict(unwrapped(config), file=file, strict=strict)
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json in the wrapper's form."""
@@ -66,12 +59,7 @@ class Config(deepseek_v3_config.Config):
         }
 
     def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names; those of images are dropped."""
+        """See :meth:`deepseek_v3_config.Config.name_rules`; tensors of images are dropped."""
         rules = super().name_rules()
         images = r"(model\.)?(vision_tower|mm_projector)\..*"
-        prefixes = (
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-            ("model.language_model.", "model."),
-        )
-        return replace(rules, prefixes=prefixes, drops=(images, *rules.drops))
+        return replace(rules, prefixes=WRAPPER_PREFIXES, drops=(images, *rules.drops))

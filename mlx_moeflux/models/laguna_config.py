@@ -9,22 +9,11 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models.config import AttentionConfig, check_layer_types
+from mlx_moeflux.models.config import FULL, WINDOWED, WindowedConfig
 from mlx_moeflux.models.rope import ORIGINAL, Rope, positions_of
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
 
-# Key -> what is taken where it is missing, and the only value that is computed.
-_COMPUTED: dict[str, Any] = {
-    "attention_bias": False,
-    "qkv_bias": False,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "moe_apply_router_weight_on_input": False,
-    "moe_router_logit_softcapping": 0,
-    "moe_router_score_func": "sigmoid",
-}
 _GATES = (True, "per-head", "per_head")
 _DEFAULT_ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
@@ -33,7 +22,7 @@ _DEFAULT_ROPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AttentionConfig):
+class Config(WindowedConfig):
     """The keys of config.json that this architecture uses.
 
     ``num_attention_heads`` and the rope are those of layers without a window; ``window_...`` are of
@@ -50,7 +39,6 @@ class Config(AttentionConfig):
     window_attention_heads: int
     window_rope_theta: float = 1e4
     window_rotary_factor: float = 1.0
-    layer_types: tuple[str, ...] = ()
     mlp_layer_types: tuple[str, ...] = ()
     sliding_window: int = 512
     moe_routed_scaling_factor: float = 1.0
@@ -58,49 +46,67 @@ class Config(AttentionConfig):
     MODEL_TYPE, ARCHITECTURE = "laguna", "LagunaForCausalLM"
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
-            *_COMPUTED,
             "gating",
             "gating_types",
             "mlp_only_layers",
             "num_attention_heads_per_layer",
-            "rope_parameters",
         ]
+    )
+
+    COMPUTED: ClassVar[dict[str, Any]] = {
+        "attention_bias": False,
+        "qkv_bias": False,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "moe_apply_router_weight_on_input": False,
+        "moe_router_logit_softcapping": 0,
+        "moe_router_score_func": "sigmoid",
+    }
+    # The originals' and mlx-lm's.
+    NAMES: ClassVar[NameRules] = NameRules(
+        renames=(
+            (r"\.mlp\.(gate|experts)\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+            (r"\.mlp\.gate\.proj\.", ".mlp.gate."),
+            (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
+        ),
+        experts=EXPERT_NAMES,
     )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        for key, computed in _COMPUTED.items():
-            only(file, key, config.get(key, computed), computed)
-        gates = config.get("gating_types") or []
-        for gate in (config.get("gating", True), *(gates if isinstance(gates, list) else [gates])):
-            if gate not in _GATES:
-                only(file, "gating", gate, "per-head")
-        keys = {k: v for k, v in config.items() if v is not None}
-        if keys.get("layer_types") in (None, []):
-            raise ConfigError(f"{file}: the key 'layer_types' is missing; add it.")
-        keys |= _ropes(keys, file) | {"window_attention_heads": keys.get("num_attention_heads")}
-        parsed = cls.parse(keys, file=file, strict=strict)
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.from_dict`."""
+        parsed = super().from_dict(config, file=file, strict=strict)
         dense = [i for i in range(parsed.num_hidden_layers) if not parsed.is_sparse(i)]
-        if keys.get("mlp_only_layers", dense) != dense:
+        if config.get("mlp_only_layers") not in (None, dense):
             raise ConfigError(
-                f"{file}: 'mlp_only_layers' is {keys['mlp_only_layers']} and the dense layers of "
+                f"{file}: 'mlp_only_layers' is {config['mlp_only_layers']} and the dense layers of "
                 f"'mlp_layer_types' are {dense}; keep one."
             )
-        if (heads := keys.get("num_attention_heads_per_layer")) is None:
+        if (heads := config.get("num_attention_heads_per_layer")) is None:
             return parsed
         full, windowed = _heads(heads, parsed, file)
         return replace(parsed, num_attention_heads=full, window_attention_heads=windowed)
 
+    @classmethod
+    def read_keys(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.read_keys`."""
+        gates = config.get("gating_types") or []
+        for gate in (config.get("gating", True), *(gates if isinstance(gates, list) else [gates])):
+            if gate not in _GATES:
+                only(file, "gating", gate, "per-head")
+        if config.get("layer_types") in (None, []):
+            raise ConfigError(f"{file}: the key 'layer_types' is missing; add it.")
+        keys = {k: v for k, v in config.items() if v is not None}
+        return keys | {"window_attention_heads": keys.get("num_attention_heads")}
+
+    @classmethod
+    def ropes(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.ropes`."""
+        return _ropes(config, file)
+
     def check(self, file: Path | str) -> None:
         """See :meth:`BaseConfig.check`."""
         super().check(file)
-        check_layer_types(self, file, WINDOWED, FULL)
         kinds = self.mlp_layer_types
         if kinds and (len(kinds) != self.num_hidden_layers or {*kinds} - {DENSE, SPARSE}):
             raise ConfigError(
@@ -119,16 +125,9 @@ class Config(AttentionConfig):
         """See :attr:`BaseConfig.shared_intermediate_size`."""
         return self.shared_expert_intermediate_size
 
-    @property
-    def windowed(self) -> bool:
-        """See :attr:`BaseConfig.windowed`."""
-        return True
-
-    def window(self, layer: int) -> int | None:
-        """Return the sliding window of `layer` in tokens, the current one included; None for full
-        attention."""
-        full = self.layer_types[layer] == FULL if self.layer_types else layer % 4 == 0
-        return None if full else self.sliding_window
+    def has_window(self, layer: int) -> bool:
+        """See :meth:`~mlx_moeflux.models.config.WindowedConfig.has_window`."""
+        return layer % 4 != 0
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if `layer` has a MoE block, False if it has a dense MLP."""
@@ -147,15 +146,6 @@ class Config(AttentionConfig):
             yarn=None,
         )
 
-    def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names: the originals' and mlx-lm's."""
-        renames = (
-            (r"\.mlp\.(gate|experts)\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
-            (r"\.mlp\.gate\.proj\.", ".mlp.gate."),
-            (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
-        )
-        return NameRules(renames=renames, experts=EXPERT_NAMES)
-
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
         keys, layers = super().published(), range(self.num_hidden_layers)
@@ -167,7 +157,7 @@ class Config(AttentionConfig):
         del keys["window_attention_heads"]
         return keys | {
             "gating": True,
-            "layer_types": [FULL if self.window(i) is None else WINDOWED for i in layers],
+            "layer_types": self.kinds(),
             "mlp_layer_types": [SPARSE if self.is_sparse(i) else DENSE for i in layers],
             "num_attention_heads_per_layer": [self.of_layer(i).num_attention_heads for i in layers],
             "rope_parameters": {FULL: full, WINDOWED: windows},

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.config import AttentionConfig
-from mlx_moeflux.models.rope import rope_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,52 +23,47 @@ class Config(AttentionConfig):
     num_local_experts: int
 
     MODEL_TYPE, ARCHITECTURE = "minimax_m2", "MiniMaxM2ForCausalLM"
-    # Multi-token prediction, training, and choices that have one value (checked below).
+    # Multi-token prediction, training, and keys that are checked below.
     INERT: ClassVar[frozenset[str]] = frozenset(
-        [
-            "attn_type_list",
-            "mtp_transformer_layers",
-            "num_mtp_modules",
-            "use_mtp",
-            "qk_norm_type",
-            "use_qk_norm",
-            "use_routing_bias",
-            "scoring_func",
-            "rotary_dim",
-            "rope_scaling",
-            "rope_parameters",
-        ]
+        ["attn_type_list", "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "rotary_dim"]
     )
+    COMPUTED: ClassVar[dict[str, Any]] = {
+        "scoring_func": "sigmoid",
+        "qk_norm_type": "per_layer",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+    NAMES: ClassVar[NameRules] = NameRules(
+        renames=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.experts\.(\d{1,9})\.w1\.", r".experts.\1.gate_proj."),
+            (r"\.experts\.(\d{1,9})\.w3\.", r".experts.\1.up_proj."),
+            (r"\.experts\.(\d{1,9})\.w2\.", r".experts.\1.down_proj."),
+        ),
+        experts=EXPERT_NAMES,
+    )
+    THETA: ClassVar[float] = 5e6
     EXPERTS_KEY: ClassVar[str] = "num_local_experts"
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
-        """Read config.json.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        keys = {k: v for k, v in config.items() if v is not None}
-        keys |= rope_keys({"rope_theta": 5e6} | keys, file, partial=1.0)
-        parsed = cls.parse(_with_rotary_dim(keys, config, file), file=file, strict=strict)
-        only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
-        only(file, "qk_norm_type", config.get("qk_norm_type", "per_layer"), "per_layer")
-        for name in ("use_qk_norm", "use_routing_bias"):
-            only(file, name, config.get(name, True), True)
-        parsed._check_layers(config.get("attn_type_list"), file)
-        return parsed
-
-    def _check_layers(self, kinds: Any, file: Path | str) -> None:
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.from_dict`."""
+        parsed = super().from_dict(config, file=file, strict=strict)
+        kinds, layers = config.get("attn_type_list"), parsed.num_hidden_layers
         if kinds is None:
-            return
-        if not isinstance(kinds, list) or len(kinds) != self.num_hidden_layers:
+            return parsed
+        if not isinstance(kinds, list) or len(kinds) != layers:
             raise ConfigError(
-                f"{file}: 'attn_type_list' must list {self.num_hidden_layers} layers, one number "
-                "each."
+                f"{file}: 'attn_type_list' must list {layers} layers, one number each."
             )
         for kind in kinds:
             only(file, "attn_type_list", kind, 1)
+        return parsed
+
+    @classmethod
+    def ropes(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.ropes`."""
+        return _with_rotary_dim(super().ropes(config, file), config, file)
 
     @property
     def num_experts(self) -> int:
@@ -83,26 +77,12 @@ class Config(AttentionConfig):
     def rotary_dims(self) -> int:
         return round(self.head_dim * self.partial_rotary_factor)
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return True: every layer has a MoE block."""
-        return True
-
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
         keys = super().published()
         del keys["partial_rotary_factor"]
         # mlx-lm requires these keys.
         return keys | {"rotary_dim": self.rotary_dims, "shared_intermediate_size": 0}
-
-    def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names."""
-        renames = (
-            (r"\.block_sparse_moe\.", ".mlp."),
-            (r"\.experts\.(\d{1,9})\.w1\.", r".experts.\1.gate_proj."),
-            (r"\.experts\.(\d{1,9})\.w3\.", r".experts.\1.up_proj."),
-            (r"\.experts\.(\d{1,9})\.w2\.", r".experts.\1.down_proj."),
-        )
-        return NameRules(renames=renames, experts=EXPERT_NAMES)
 
 
 def _with_rotary_dim(

@@ -8,11 +8,16 @@ from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import divides, only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
-from mlx_moeflux.models.config import AttentionConfig, check_layer_types
-from mlx_moeflux.models.rope import rope_keys
+from mlx_moeflux.models.config import (
+    FULL,
+    WRAPPER_PREFIXES,
+    AttentionConfig,
+    check_layer_types,
+    unwrapped,
+)
 from mlx_moeflux.state_arrays import RECURRENT, EntrySpec
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +57,29 @@ class Config(AttentionConfig):
             "mlp_only_layers",
             "decoder_sparse_step",
             "intermediate_size",
-            "rope_scaling",
-            "rope_parameters",
             "language_model_only",
         ]
     )
-    # Of a head, where config.json does not say it.
     ROTARY_FACTOR: ClassVar[float] = 0.25
+    NAMES: ClassVar[NameRules] = NameRules(
+        prefixes=WRAPPER_PREFIXES,
+        drops=(r"(model\.)?(visual|vision_tower)\..*",),
+        experts=EXPERT_NAMES,
+        prediction_module=True,
+    )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json, plain or wrapped in ``text_config``.
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.from_dict`; plain or wrapped in
+        ``text_config``."""
+        return super().from_dict(unwrapped(config), file=file, strict=strict)
 
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        text = dict(config)
-        if isinstance(config.get("text_config"), dict):
-            text = {k: v for k, v in config.items() if k not in ("text_config", "model_type")}
-            text |= config["text_config"]
-            if "tie_word_embeddings" in config:
-                text["tie_word_embeddings"] = config["tie_word_embeddings"]
-        text |= rope_keys(text, file, partial=cls.ROTARY_FACTOR)
-        parsed = cls.parse(text, file=file, strict=strict)
-        parsed._check_sparse(file, text)
-        return parsed
+    @classmethod
+    def read_keys(cls, config: dict[str, Any], file: Path | str) -> dict[str, Any]:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.read_keys`; every layer has experts."""
+        only(file, "mlp_only_layers", config.get("mlp_only_layers") or [], [])
+        only(file, "decoder_sparse_step", config.get("decoder_sparse_step", 1), 1)
+        return config
 
     def check(self, file: Path | str) -> None:
         """See :meth:`BaseConfig.check`."""
@@ -86,10 +88,6 @@ class Config(AttentionConfig):
         only(file, "attn_output_gate", self.attn_output_gate, True)
         divides(self, file, "linear_num_key_heads", "linear_num_value_heads")
         check_layer_types(self, file, LINEAR, FULL)
-
-    def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
-        only(file, "mlp_only_layers", raw.get("mlp_only_layers") or [], [])
-        only(file, "decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1)
 
     def is_linear(self, layer: int) -> bool:
         """Return True if `layer` is a gated delta net, False if it is gated attention."""
@@ -108,18 +106,6 @@ class Config(AttentionConfig):
     @property
     def conv_dim(self) -> int:
         return 2 * self.key_dim + self.value_dim
-
-    def name_rules(self) -> NameRules:
-        """Return the rename rules of tensor names."""
-        prefixes = (
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        )
-        images = r"(model\.)?(visual|vision_tower)\..*"
-        return NameRules(
-            prefixes=prefixes, drops=(images,), experts=EXPERT_NAMES, prediction_module=True
-        )
 
     def prediction(self) -> Self:
         """See :meth:`~mlx_moeflux.models.config.BaseConfig.prediction`; the layer is of full

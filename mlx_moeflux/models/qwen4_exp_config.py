@@ -65,12 +65,8 @@ class Config(qwen3_5_moe_config.Config):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
-        """Read config.json, plain or wrapped in ``text_config``.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.from_dict`; plain or wrapped in
+        ``text_config``."""
         inner = config.get("text_config")
         if isinstance(inner, dict):
             # The wrapper's own lists what ends a reply, and may begin with another id.

@@ -13,10 +13,12 @@ from mlx_moeflux.checkpoint.config import only, says_nothing
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 
-def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> dict[str, Any]:
-    """Return ``rope_theta``, ``partial_rotary_factor`` (default `partial`) and ``yarn``, a
-    :class:`Rope` if YaRN extends the context, else None; then also ``max_position_embeddings``, see
-    :meth:`Rope.reach`.
+def rope_keys(
+    config: dict[str, Any], file: Path | str, *, partial: float, theta: float | None = None
+) -> dict[str, Any]:
+    """Return ``rope_theta`` (default `theta`), ``partial_rotary_factor`` (default `partial`) and
+    ``yarn``, a :class:`Rope` if YaRN extends the context, else None; then also
+    ``max_position_embeddings``, see :meth:`Rope.reach`.
 
     transformers 5 writes ``rope_parameters``; older files have ``rope_theta``, ``rope_scaling`` and
     ``partial_rotary_factor`` at the top level.
@@ -28,6 +30,8 @@ def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> di
     """
     keys = ("rope_theta", "partial_rotary_factor")
     found = rope_parameters(config, file, keys)
+    if theta is not None:
+        found.setdefault("rope_theta", theta)
     positions = positions_of(config)
     stretched = {k: v for k, v in found.items() if k not in _NOT_OF_YARN}
     turned = found.get("partial_rotary_factor", partial)
@@ -83,6 +87,9 @@ def rope_parameters(
             )
     return found
 
+
+ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters"])
+"""Keys of config.json that say what the rope is."""
 
 ORIGINAL = "original_max_position_embeddings"
 # Keys beside YaRN's; the sections of vision-language wrappers coincide for text positions.

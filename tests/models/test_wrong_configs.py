@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlx_moeflux.errors import ConfigError, MoefluxError
+from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.models import config_class
-from mlx_moeflux.models.rope import rope_keys
 from mlx_moeflux.models.shapes import SHAPES
 from tests.models.twins import GOLDEN
 
@@ -101,13 +100,3 @@ def test_keys_that_are_dropped_negated_or_of_another_type(case, step):
             refused += 1
             assert "\n" not in str(error)  # noqa: PT017
     assert refused > 20
-
-
-def test_a_family_that_reads_no_rope_keys_is_told_so():
-    keys = {k: v for k, v in GLM.published().items() if k not in ("yarn", "rope_theta")}
-    for given in (keys, keys | {"rope_theta": 1e4}, keys | {"yarn": None}):
-        given.pop("partial_rotary_factor", None)
-        with pytest.raises(ConfigError, match=r"of \S+glm4_moe_config must add rope_keys"):
-            type(GLM).parse(given, file="config.json", strict=True)
-    found = rope_keys(GLM.published(), "config.json", partial=0.5)
-    assert type(GLM).parse(keys | found, file="config.json", strict=True) == GLM

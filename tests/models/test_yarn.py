@@ -13,6 +13,7 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
+from mlx_moeflux.models.shapes import SHAPES
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 
 TWINS = ("qwen3_moe_yarn4", "qwen3_next_yarn2")
@@ -54,3 +55,14 @@ def test_other_ropes_are_refused(kind):
     config["rope_scaling"]["type"] = kind
     with pytest.raises(UnsupportedError, match="only 'default' and 'yarn'"):
         model_class("qwen3_moe").Config.from_dict(config, file="config.json")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-tiny", "minimax-tiny"])
+def test_the_base_of_a_family_is_that_of_yarn_too(name):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    keys = SHAPES[name].published() | {"rope_scaling": scaling}
+    kind = type(SHAPES[name])
+    without = kind.from_dict({k: v for k, v in keys.items() if k != "rope_theta"}, file="x")
+    assert without == kind.from_dict(keys, file="x")
+    assert without.yarn is not None
+    assert without.yarn.theta == without.rope_theta == SHAPES[name].rope_theta
