@@ -87,7 +87,7 @@ def test_imports_point_one_way():
     [
         ("mlx_moeflux", "mlx"),
         ("mlx_moeflux", "pydantic"),
-        ("mlx_moeflux.server.tools", "pydantic"),
+        ("mlx_moeflux.server.calls.registry", "pydantic"),
         ("mlx_moeflux.experts.policies.eviction", "mlx"),
         ("mlx_moeflux.cli.policies", "mlx"),
         ("mlx_moeflux.cli.plan", "mlx"),

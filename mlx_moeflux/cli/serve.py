@@ -285,10 +285,10 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
     from mlx_moeflux.checks import check_integer
     from mlx_moeflux.generation.prompt import check_template_options
     from mlx_moeflux.generation.sampling import make_sampler
+    from mlx_moeflux.server.calls.registry import SYNTAXES
     from mlx_moeflux.server.reasoning import REASONING
     from mlx_moeflux.server.request import UNLIMITED, Defaults
     from mlx_moeflux.server.service import ServiceOptions
-    from mlx_moeflux.server.tools import SYNTAXES
 
     make_sampler(args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p)
     if args.max_tokens != UNLIMITED:

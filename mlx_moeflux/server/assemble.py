@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_moeflux.detokenizer import StopText
-from mlx_moeflux.server.calls import CallPart
+from mlx_moeflux.server.calls.reader import CallPart
+from mlx_moeflux.server.calls.splitter import ToolSplitter
 from mlx_moeflux.server.engine import Token, TokenLogprobs
 from mlx_moeflux.server.reasoning import Splitter
-from mlx_moeflux.server.tools import ToolSplitter
 
 LENGTH, STOP, CALLS = "length", "stop", "tool_calls"
 

@@ -11,7 +11,7 @@ from mlx_moeflux.detokenizer import overlap
 from mlx_moeflux.server.json_guard import ObjectEnd
 
 if TYPE_CHECKING:  # the chat of the terminal needs no grammars
-    from mlx_moeflux.server.tools import CallSearch
+    from mlx_moeflux.server.calls.splitter import CallSearch
 
 
 class Split(NamedTuple):
@@ -110,7 +110,7 @@ class HarmonySplitter:
         <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>
 
     What the channel "analysis" says is reasoning. A message to a function stays as it is, for
-    ``harmony`` of :mod:`mlx_moeflux.server.tools`; the headers of others are left out. A reply
+    ``harmony`` of :mod:`mlx_moeflux.server.calls`; the headers of others are left out. A reply
     without headers, which a grammar may ask for, is an answer. calls: Says which messages are
     calls; without it none is.
     """

@@ -15,7 +15,10 @@ from mlx_moeflux.generation.prompt import prompt_ids, turn_end
 from mlx_moeflux.generation.text import end_ids
 from mlx_moeflux.sandbox.requests import TemplateNames, template_names
 from mlx_moeflux.server.assemble import Assembler, Delta
-from mlx_moeflux.server.calls import whole_calls
+from mlx_moeflux.server.calls.reader import whole_calls
+from mlx_moeflux.server.calls.registry import choose_syntax
+from mlx_moeflux.server.calls.splitter import CallSearch, ToolSplitter
+from mlx_moeflux.server.calls.syntax import calls_grammar, parameters_of
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
 from mlx_moeflux.server.errors import PromptTooLong, RequestError
@@ -25,13 +28,6 @@ from mlx_moeflux.server.metrics import Metrics
 from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
 from mlx_moeflux.server.thinking import reasoning_field, template_variables
-from mlx_moeflux.server.tools import (
-    CallSearch,
-    ToolSplitter,
-    calls_grammar,
-    choose_syntax,
-    parameters_of,
-)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from mlx_moeflux.server.assemble import Delta
-from mlx_moeflux.server.calls import CallPart
+from mlx_moeflux.server.calls.reader import CallPart
 from mlx_moeflux.server.fields import CountOrOff, Items, OneOf, OpenFields, TokenLimit
 from mlx_moeflux.server.protocols.content import (
     Arguments,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_moeflux.server.assemble import LENGTH, Delta
-from mlx_moeflux.server.calls import CallPart
+from mlx_moeflux.server.calls.reader import CallPart
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import CountOrOff, Fields, Items, OneOf, OpenFields, TokenLimit
 from mlx_moeflux.server.protocols.content import (

@@ -8,12 +8,14 @@ import json
 import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.splitter import ToolSplitter
+from mlx_moeflux.server.calls.syntax import calls_grammar
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
-from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter, calls_grammar
 from mlx_moeflux.tokenizer import load_tokenizer
-from tests.server.test_parsers import cut
+from tests.server.calls.test_parsers import cut
 
 SYNTAX = SYNTAXES["gemma4"]
 Q = '<|"|>'

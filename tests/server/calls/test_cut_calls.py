@@ -10,10 +10,11 @@ import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.assemble import Assembler
-from mlx_moeflux.server.calls import whole_calls
+from mlx_moeflux.server.calls.reader import whole_calls
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.splitter import CallSearch, ToolSplitter
 from mlx_moeflux.server.engine import Token
 from mlx_moeflux.server.reasoning import REASONING
-from mlx_moeflux.server.tools import SYNTAXES, CallSearch, ToolSplitter
 from mlx_moeflux.tokenizer import load_tokenizer
 from tests.server.conftest import MESSAGES
 from tests.server.scripted import spoken

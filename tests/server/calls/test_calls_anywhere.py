@@ -10,13 +10,12 @@ import re
 import pytest
 
 from mlx_moeflux.server.assemble import Assembler
-from mlx_moeflux.server.calls import whole_calls
+from mlx_moeflux.server.calls.reader import whole_calls
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.splitter import CallSearch, ToolSplitter
 from mlx_moeflux.server.engine import Token
 from mlx_moeflux.server.reasoning import REASONING
-from mlx_moeflux.server.tools import SYNTAXES, CallSearch, ToolSplitter
-from tests.server.conftest import MESSAGES
-from tests.server.scripted import spoken
-from tests.server.test_cut_calls import (
+from tests.server.calls.test_cut_calls import (
     CALLS,
     CHAT,
     CLAUDE,
@@ -34,6 +33,8 @@ from tests.server.test_cut_calls import (
     reply,
     xml,
 )
+from tests.server.conftest import MESSAGES
+from tests.server.scripted import spoken
 
 WRITE = CALLS[0]
 ANALYSIS = "<|channel|>analysis<|message|>Hm."

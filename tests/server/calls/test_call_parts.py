@@ -8,10 +8,12 @@ import json
 import pytest
 
 from mlx_moeflux.server.assemble import Assembler
-from mlx_moeflux.server.calls import CallPart, whole_calls
+from mlx_moeflux.server.calls.reader import CallPart, whole_calls
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.splitter import ToolSplitter
+from mlx_moeflux.server.calls.tagged import Tags, TypedTags
 from mlx_moeflux.server.engine import Token
-from mlx_moeflux.server.tools import SYNTAXES, Tags, ToolSplitter, TypedTags
-from tests.server.test_cut_calls import (
+from tests.server.calls.test_cut_calls import (
     CALLS,
     TOOLS,
     WRITERS,
@@ -24,7 +26,7 @@ from tests.server.test_cut_calls import (
     reply,
     xml,
 )
-from tests.server.test_cut_calls import tokenizer as tokenizer
+from tests.server.calls.test_cut_calls import tokenizer as tokenizer
 
 LONG = "import os\n" + "x = '<y>' # \\ \"é\"\n" * 20
 

@@ -9,17 +9,13 @@ import pytest
 
 from mlx_moeflux.detokenizer import StopText
 from mlx_moeflux.loading import BUNDLED_MODEL
-from mlx_moeflux.server.calls import whole_calls
+from mlx_moeflux.server.calls.reader import whole_calls
+from mlx_moeflux.server.calls.registry import SYNTAXES, choose_syntax
+from mlx_moeflux.server.calls.splitter import CallSearch, ToolSplitter
+from mlx_moeflux.server.calls.syntax import calls_grammar
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
-from mlx_moeflux.server.tools import (
-    SYNTAXES,
-    CallSearch,
-    ToolSplitter,
-    calls_grammar,
-    choose_syntax,
-)
 from mlx_moeflux.tokenizer import load_tokenizer
 
 CITY = {

@@ -12,11 +12,12 @@ import pytest
 from jinja2.sandbox import SecurityError
 
 from mlx_moeflux import generation
-from mlx_moeflux.server.calls import whole_calls
+from mlx_moeflux.server.calls.reader import whole_calls
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.splitter import ToolSplitter
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import read_body
 from mlx_moeflux.server.protocols import openai_chat
-from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter
 from tests.server.conftest import service_of
 
 pytestmark = pytest.mark.slow

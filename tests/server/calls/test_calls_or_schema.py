@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.syntax import calls_grammar
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import read_body
 from mlx_moeflux.server.protocols import anthropic_messages, openai_chat, openai_responses
-from mlx_moeflux.server.tools import SYNTAXES, calls_grammar
 from mlx_moeflux.tokenizer import load_tokenizer
+from tests.server.calls.test_cut_calls import WRITERS
 from tests.server.conftest import MESSAGES, service_of
 from tests.server.scripted import Script, saying
-from tests.server.test_cut_calls import WRITERS
 
 SCHEMA = {
     "type": "object",

@@ -8,10 +8,12 @@ import json
 import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.server.calls.registry import SYNTAXES
+from mlx_moeflux.server.calls.splitter import ToolSplitter
+from mlx_moeflux.server.calls.syntax import calls_grammar
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.schemas import ArgumentsSchema
-from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter, calls_grammar
 from mlx_moeflux.tokenizer import load_tokenizer
 
 STRING, NULL = {"type": "string"}, {"type": "null"}

@@ -1,0 +1,1 @@
+"""Syntaxes of tool calls, one a file, and what they share; needs the extra 'server'."""
