@@ -28,6 +28,7 @@ from mlx_moeflux.cli.common import (
     add_sampling_arguments,
     add_stats_arguments,
     check_text,
+    given_sampling,
     hint_speed,
     kept_by_xtc,
     load_options,
@@ -46,6 +47,7 @@ from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 
 WAITS = True
+SAMPLING = ("temp", "top_p", "xtc_probability", "xtc_threshold")
 REFUSED = ("--adapter-path", "--max-kv-size", "--pipeline", "--trust-remote-code")
 # Command -> its argument and what it does.
 COMMANDS = {
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system-prompt", help="system message")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
     add("--max-tokens", "-m", type=int, default=256, help="of a reply, default %(default)s")
-    add_sampling_arguments(parser, "--temp", "--top-p", "--xtc-probability", "--xtc-threshold")
+    add_sampling_arguments(parser, *SAMPLING)
     add("--seed", type=int, default=0, help="of the draws, default %(default)s")
     add("--hide-thinking", action="store_true", help="show what follows </think> only")
     add_memory_arguments(parser)
@@ -144,12 +146,7 @@ def _check(args: argparse.Namespace) -> None:
     prompt_cache_limit(args)
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
     check_idle_release(args.idle_release)
-    make_sampler(
-        args.temp,
-        args.top_p,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-    )
+    make_sampler(**given_sampling(args, SAMPLING))
 
 
 class Conversation:
@@ -292,10 +289,7 @@ class Conversation:
             prompt_cache=self._cache,
             prefill_step_size=args.prefill_step_size,
             prompt_progress_callback=shown.progress,
-            temp=args.temp,
-            top_p=args.top_p,
-            xtc_probability=args.xtc_probability,
-            xtc_threshold=args.xtc_threshold,
+            **given_sampling(args, SAMPLING),
             xtc_special_tokens=kept_by_xtc(tokenizer, self._model.config.vocab_size),
         )
 

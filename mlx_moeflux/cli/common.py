@@ -16,6 +16,7 @@ from typing import Any
 from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.cli.messages import say
 from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
+from mlx_moeflux.generation.sampling_fields import SAMPLING_FIELDS
 from mlx_moeflux.loading.options import FLAGS, LoadOptions
 
 # The options of loading that commands with a model share, and those of commands that ``mlx.launch``
@@ -68,31 +69,20 @@ def refuse(
         parser.add_argument(*names, action=_Refuse, why=reasons[flag])
 
 
-# Flag -> type, default, meaning.
-SAMPLING = {
-    "--temp": (float, 0.0, "temperature, 0: greedy"),
-    "--top-p": (float, 1.0, "the likeliest tokens that have this probability together"),
-    "--min-p": (float, 0.0, "tokens with this share of the likeliest one's probability"),
-    "--min-tokens-to-keep": (int, 1, "so many in spite of --min-p"),
-    "--top-k": (int, 0, "so many of the likeliest tokens, 0: all"),
-    "--xtc-probability": (float, 0.0, "how often XTC excludes the likeliest tokens"),
-    "--xtc-threshold": (float, 0.1, "probability from which XTC excludes"),
-    "--repetition-penalty": (float, None, "factor that weakens recent tokens"),
-    "--presence-penalty": (float, None, "what recent tokens lose"),
-    "--frequency-penalty": (float, None, "what recent tokens lose each time that they came"),
-}
-
-
 def add_sampling_arguments(
-    parser: argparse.ArgumentParser, *flags: str, when: str | None = None
+    parser: argparse.ArgumentParser, *names: str, when: str | None = None
 ) -> None:
-    """Add some of :data:`SAMPLING`. when: The case in which they are used."""
-    for flag in flags:
-        kind, default, text = SAMPLING[flag]
-        parts = [text, when, None if default is None else "default %(default)s"]
-        parser.add_argument(
-            flag, type=kind, default=default, help="; ".join(part for part in parts if part)
-        )
+    """Add flags of :data:`SAMPLING_FIELDS`. when: The case in which they are used."""
+    for name in names:
+        field = SAMPLING_FIELDS[name]
+        parts = [field.help, when, None if field.default is None else "default %(default)s"]
+        text = "; ".join(part for part in parts if part)
+        parser.add_argument(field.flag, type=field.kind, default=field.default, help=text)
+
+
+def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of sampling of these names."""
+    return {name: getattr(args, name) for name in names}
 
 
 def add_model_arguments(

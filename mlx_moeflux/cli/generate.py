@@ -13,7 +13,6 @@ from mlx_moeflux.cli.common import (
     LOADING,
     RANKS,
     REFUSED,
-    SAMPLING,
     add_cache_arguments,
     add_load_arguments,
     add_model_arguments,
@@ -22,6 +21,7 @@ from mlx_moeflux.cli.common import (
     add_stats_arguments,
     check_text,
     given_prompt,
+    given_sampling,
     hint_speed,
     kept_by_xtc,
     load_options,
@@ -36,6 +36,7 @@ from mlx_moeflux.cli.common import (
 from mlx_moeflux.cli.messages import Bar, Trying
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument, trace_file
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.generation.sampling_fields import SAMPLING_FIELDS
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens or ids that end the reply too",
     )
     add("--stop", action="append", default=[], help="text that ends the reply; may be repeated")
-    add_sampling_arguments(parser, *SAMPLING)
+    add_sampling_arguments(parser, *SAMPLING_FIELDS)
     add("--seed", type=int, help="of the draws (default: another each time)")
     add(
         "--verbose",
@@ -139,25 +140,11 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InputError: An option is out of range, or a text is not UTF-8.
     """
-    from mlx_moeflux.generation.sampling import make_logits_processors, make_sampler
+    from mlx_moeflux.generation.sampling import choose_sampling
     from mlx_moeflux.generation.text import check_numbers, stop_texts
 
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
-    make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        args.top_k,
-        args.xtc_probability,
-        args.xtc_threshold,
-    )
-    make_logits_processors(
-        None,
-        args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-    )
+    choose_sampling(None, None, given_sampling(args, SAMPLING_FIELDS))
     for flag in ("--system-prompt", "--prefill-response"):
         check_text(flag, getattr(args, flag[2:].replace("-", "_")) or "")
     for flag, texts in (
@@ -201,9 +188,8 @@ def rest_of_prompt(prompt: Any, options: dict[str, Any], tokenizer: Any) -> Any:
 
 
 def _sampling(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> dict[str, Any]:
-    names = [flag.removeprefix("--").replace("-", "_") for flag in SAMPLING]
     kept = kept_by_xtc(tokenizer, vocabulary)
-    return {name: getattr(args, name) for name in names} | {"xtc_special_tokens": kept}
+    return {**given_sampling(args, SAMPLING_FIELDS), "xtc_special_tokens": kept}
 
 
 def _prompt(

@@ -24,6 +24,7 @@ from mlx_moeflux.cli.common import (
     add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
+    given_sampling,
     hint_speed,
     json_object,
     leads,
@@ -34,9 +35,11 @@ from mlx_moeflux.cli.common import (
 )
 from mlx_moeflux.cli.messages import Trying, write_line
 from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.generation.sampling_fields import SAMPLING_FIELDS
 from mlx_moeflux.installation import install_command
 
 WAITS = True
+SAMPLING = tuple(name for name, field in SAMPLING_FIELDS.items() if field.serve)
 REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
 REFUSED += ("--pipeline", "--trust-remote-code")
 KEY_VARIABLE = "MOEFLUX_API_KEY"
@@ -59,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat-template-args", default="{}", help="JSON object of template variables")
     add("--tool-parser", help="syntax of tool calls (default: by the chat template)")
     add("--reasoning-parser", help="syntax of reasoning (default: by the vocabulary)")
-    asked = ("--temp", "--top-p", "--top-k", "--min-p")
-    add_sampling_arguments(parser, *asked, when="if a request has none")
+    add_sampling_arguments(parser, *SAMPLING, when="if a request has none")
     add("--max-tokens", type=int, default=-1, help="if a request has none, default: no limit (-1)")
     add("--decode-concurrency", type=int, default=32, help="replies at once, default %(default)s")
     add("--prompt-concurrency", type=int, default=8, help="prompts at once, default %(default)s")
@@ -290,7 +292,8 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
     from mlx_moeflux.server.request import UNLIMITED, Defaults
     from mlx_moeflux.server.service import ServiceOptions
 
-    make_sampler(args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p)
+    sampling = given_sampling(args, SAMPLING)
+    make_sampler(**sampling)
     if args.max_tokens != UNLIMITED:
         check_integer("--max-tokens", args.max_tokens, 1, hint=" (-1: no limit)")
     variables = json_object("--chat-template-args", args.chat_template_args)
@@ -303,7 +306,10 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
             raise InputError(f"{flag} is {name!r}; there are {', '.join(known)}.")
     return ServiceOptions(
         name=_name(args, path),
-        defaults=Defaults(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p),
+        defaults=Defaults(
+            args.max_tokens,
+            {SAMPLING_FIELDS[name].request: value for name, value in sampling.items()},
+        ),
         strict_model=args.strict_model,
         seconds=args.timeout,
         template_options=variables,

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_moeflux.checks import check_callable, check_integer, check_number
 from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.generation.sampling_fields import check_sampling
 from mlx_moeflux.kernels.nested import describe
 
 Sampler = Callable[[mx.array], mx.array]
@@ -68,13 +69,11 @@ def make_sampler(
     Raises:
         InputError: A value is of another type or outside its range.
     """
-    check_number("temp", temp, 0.0)
-    check_number("top_p", top_p, 0.0, 1.0)
-    check_number("min_p", min_p, 0.0, 1.0)
-    check_number("xtc_probability", xtc_probability, 0.0, 1.0)
-    check_number("xtc_threshold", xtc_threshold, 0.0, 0.5)
-    check_integer("top_k", top_k, 0)
-    check_integer("min_tokens_to_keep", min_tokens_to_keep, 1)
+    check_sampling(
+        temp=temp, top_p=top_p, min_p=min_p,
+        xtc_probability=xtc_probability, xtc_threshold=xtc_threshold,
+        top_k=top_k, min_tokens_to_keep=min_tokens_to_keep,
+    )  # fmt: skip
     special = () if xtc_special_tokens is None else xtc_special_tokens
     special = check_ids("xtc_special_tokens", special)
     if seed is not None:
@@ -184,14 +183,14 @@ def make_logits_processors(
     processors: list[LogitsProcessor] = []
     if logit_bias:
         processors.append(_bias(logit_bias))
-    for penalty, size, name, low, make in (
-        (repetition_penalty, repetition_context_size, "repetition", 0.0, _repetition),
-        (presence_penalty, presence_context_size, "presence", -math.inf, _presence),
-        (frequency_penalty, frequency_context_size, "frequency", -math.inf, _frequency),
+    for penalty, size, name, make in (
+        (repetition_penalty, repetition_context_size, "repetition", _repetition),
+        (presence_penalty, presence_context_size, "presence", _presence),
+        (frequency_penalty, frequency_context_size, "frequency", _frequency),
     ):
         check_integer(f"{name}_context_size", size, 1)
         if penalty is not None:
-            check_number(f"{name}_penalty", penalty, low)
+            check_sampling(**{f"{name}_penalty": penalty})
             if penalty != 0:
                 processors.append(make(penalty, size))
     return processors

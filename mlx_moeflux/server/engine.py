@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -29,6 +29,7 @@ from mlx_moeflux.generation.sampling import (
     make_logits_processors,
     make_sampler,
 )
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.server.errors import PromptTooLong, RequestError
 from mlx_moeflux.server.following import LeadingGenerator
@@ -144,7 +145,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopped = self._warm = self._closing = False
         self._on_warm: Callable[[], object] = lambda: None
-        self._samplers = functools.lru_cache(64)(_shared_sampler)
+        self._samplers = functools.lru_cache(64)(make_sampler)
         self._generator = self._make_generator()
         self.elastic = elastic_banks(model, options.pressure, LOG.warning)
         self.workload = Workload()
@@ -351,12 +352,15 @@ class Engine:
         self._deliver(tokens)
 
     def _sampler(self, sampling: Sampling) -> Sampler:
-        plain = replace(
-            sampling,
-            presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=0.0, logit_bias=(),
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            option.name: sampling[name]
+            for name, option in REQUEST_FIELDS.items()
+            if not option.window
+        }
         # Rows with one sampler are sampled together; a seed is the reply's own.
-        return _shared_sampler(plain) if sampling.seed is not None else self._samplers(plain)
+        if sampling.seed is None:
+            return self._samplers(**options)
+        return make_sampler(**options, seed=sampling.seed % 2**64)
 
     def _end_all(self, error: RequestError) -> None:
         jobs = list(self._jobs.values())
@@ -384,35 +388,19 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _shared_sampler(sampling: Sampling) -> Sampler:
-    return make_sampler(
-        sampling.temperature,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        top_k=sampling.top_k,
-        xtc_probability=sampling.xtc_probability,
-        xtc_threshold=sampling.xtc_threshold,
-        seed=None if sampling.seed is None else sampling.seed % 2**64,
-    )
-
-
 def _processors(job: Job) -> list[LogitsProcessor]:
-    """Return the processors of a prompt: bias, repetition over prompt and reply, the other
-    penalties over the reply, and its own."""
-    sampling, repetition = job.sampling, job.sampling.repetition_penalty
-    processors = make_logits_processors(
-        dict(sampling.logit_bias) or None,
-        repetition_penalty=None if repetition == 1 else repetition,
-        repetition_context_size=WHOLE,
-    )
-    counted = make_logits_processors(
-        presence_penalty=sampling.presence_penalty,
-        presence_context_size=WHOLE,
-        frequency_penalty=sampling.frequency_penalty,
-        frequency_context_size=WHOLE,
-    )
-    counted = [_of_reply(processor, len(job.prompt)) for processor in counted]
-    return [*processors, *counted, *job.processors]
+    """Return the processors of a prompt: bias, penalties over the reply, or over prompt and reply,
+    and its own."""
+    sampling = job.sampling
+    found = make_logits_processors(dict(sampling.logit_bias) or None)
+    for name, option in REQUEST_FIELDS.items():
+        if option.window and sampling[name] != option.off:
+            given: dict[str, Any] = {option.name: sampling[name], option.window: WHOLE}
+            made = make_logits_processors(**given)
+            if not option.counts_prompt:
+                made = [_of_reply(processor, len(job.prompt)) for processor in made]
+            found += made
+    return [*found, *job.processors]
 
 
 def _of_reply(processor: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:

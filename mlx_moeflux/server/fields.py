@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails
 from pydantic_core.core_schema import no_info_plain_validator_function
 
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.json_guard import read_json
 
@@ -59,8 +60,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of other servers -> values by which they change nothing. Where that is True alone, False
 asks for something."""
 
-PENALTIES = {"repetition_penalty": (None, 0, 1), "presence_penalty": (None, 0),
-             "frequency_penalty": (None, 0)}  # fmt: skip
+PENALTIES = {name: (None, 0, field.off) for name, field in REQUEST_FIELDS.items() if field.window}
 """Penalties that a server may have -> values by which they are off."""
 
 WINDOWS = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_moeflux.generation.batch import UNLIMITED
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.thinking import Thinking
 
@@ -22,41 +23,36 @@ class Defaults:
     """Values of a request that names none; from the command line.
 
     max_tokens: UNLIMITED for what context and memory leave.
+    options: Of the fields of sampling that the server has a flag for.
     """
 
     max_tokens: int = UNLIMITED
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    options: Mapping[str, float] = field(
+        default_factory=lambda: {key: one.off for key, one in REQUEST_FIELDS.items() if one.serve}
+    )
 
-    def sampling(self, given: Mapping[str, Any]) -> Sampling:
+    def sampling(
+        self,
+        given: Mapping[str, float],
+        *,
+        seed: int | None = None,
+        logit_bias: tuple[tuple[int, float], ...] = (),
+    ) -> Sampling:
         """Return the sampling of a request that gives these options."""
-        own = {name: value for name, value in asdict(self).items() if name in SAMPLING}
-        return Sampling(**{**own, **given})
+        off = {key: one.off for key, one in REQUEST_FIELDS.items()}
+        return Sampling({**off, **self.options, **given}, seed, logit_bias)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling. Equal ones share a sampler unless they have a seed.
+    """Options of sampling. options: Value of each field of :data:`REQUEST_FIELDS`."""
 
-    Penalties count the tokens of the reply, repetition_penalty those of the prompt too.
-    """
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
+    options: Mapping[str, float]
     seed: int | None = None
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
 
-
-SAMPLING = {option.name for option in fields(Sampling)}
+    def __getitem__(self, name: str) -> float:
+        return self.options[name]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from starlette.requests import Request
@@ -9,6 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
+
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS, SamplingField
 
 PAGE = Path(__file__).parent / "page"
 
@@ -38,14 +41,38 @@ HEADERS = {
 }
 
 
+INDEX = "index.html"
+
+
+def index_text() -> str:
+    """Return the page, with an input for each field of sampling that requests have."""
+    inputs = [_input(name, field) for name, field in REQUEST_FIELDS.items()]
+    text = (PAGE / INDEX).read_text("utf-8")
+    return text.replace("<!-- sampling -->", f"\n{' ' * 6}".join(inputs))
+
+
+def _input(name: str, field: SamplingField) -> str:
+    low, high = field.requested
+    given = {"name": name, "type": "number"}
+    given |= {key: f"{bound:g}" for key, bound in (("min", low), ("max", high)) if bound < math.inf}
+    given["step"] = "1" if field.kind is int else "any"
+    if not field.serve:  # else the server's own value
+        given["placeholder"] = field.placeholder or f"{field.off:g}"
+    attributes = " ".join(f'{key}="{value}"' for key, value in given.items())
+    return f"<label>{field.label}<input {attributes}></label>"
+
+
 class PageFiles(StaticFiles):
     """Serves the page's files with :data:`HEADERS`."""
 
     def __init__(self):
         super().__init__(directory=PAGE)
+        self._index = index_text()
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
+        if path == INDEX:
+            response = Response(self._index, media_type="text/html")
         response.headers.update(HEADERS)
         return response
 
@@ -55,7 +82,7 @@ def page_routes() -> list[Route | Mount]:
     files = PageFiles()
 
     async def index(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
+        return await files.get_response(INDEX, request.scope)
 
     return [Route("/", index, methods=["GET"]), Mount("/page", files)]
 

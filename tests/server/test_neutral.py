@@ -130,10 +130,10 @@ def test_an_effort_that_is_left_to_the_model_asks_nothing(read, word):
 
 @pytest.mark.parametrize("protocol", BODIES, ids=lambda module: module.__name__[-18:])
 def test_top_k_of_minus_1_is_off_whatever_the_server_says(tiny, read, protocol):
-    service = service_of(*tiny, defaults=Defaults(top_k=7))
+    service = service_of(*tiny, defaults=Defaults(options={"top_k": 7}))
     for fields, expected in (({}, 7), ({"top_k": -1}, 0), ({"top_k": 0}, 0), ({"top_k": 3}, 3)):
         body = read_body(protocol.Body, json.dumps({**BODIES[protocol], **fields}))
-        assert protocol.read(body, service).sampling.top_k == expected
+        assert protocol.read(body, service).sampling["top_k"] == expected
     with pytest.raises(RequestError, match="top_k"):
         read(protocol, top_k=-2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from mlx_moeflux import generate
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.prompt import prompt_ids
-from mlx_moeflux.server.protocols.openai import Function
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
+from mlx_moeflux.server.protocols.openai import Function, OpenAIBody
+from mlx_moeflux.server.web import index_text
 from tests.server.conftest import MESSAGES
 
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "server.md"
 PATH = "/v1/chat/completions"
 SCHEMA = {
     "type": "object",
@@ -248,3 +252,11 @@ def test_a_tool_is_shown_in_the_clients_order(given, shown):
     tool = Function(parameters=json.loads(given), description="D.", name="read").tool()
     function = {"name": "read", "description": "D.", "parameters": json.loads(shown or given)}
     assert json.dumps(tool) == json.dumps({"type": "function", "function": function})
+
+
+@pytest.mark.parametrize("name", REQUEST_FIELDS)
+def test_a_field_of_sampling_is_in_the_body_the_page_and_the_documentation(name):
+    assert name in OpenAIBody.model_fields
+    assert f'<input name="{name}" type="number"' in index_text()
+    openai = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
+    assert name in openai or f"`{name}`" in DOCUMENTATION.read_text("utf-8")

@@ -8,10 +8,7 @@ const STORE = "conversations";
 const FORMAT = "mlx_moeflux conversations";
 const TITLE_LENGTH = 60;
 const THINKING = ["auto", "on", "off"]; // auto: as the template does if nothing is said
-const OPTIONS = [
-  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-  "frequency_penalty", "xtc_probability", "xtc_threshold", "seed", "max_tokens",
-];
+const OPTIONS = Array.from(document.querySelectorAll("#samplers input"), (input) => input.name);
 
 // `before`: The conversation whose settings the new one takes over.
 export function newConversation(before) {

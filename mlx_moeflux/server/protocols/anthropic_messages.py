@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
 from mlx_moeflux.server.assemble import CALLS, LENGTH, Delta
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import (
@@ -51,7 +52,6 @@ from mlx_moeflux.server.request import (
     MOST_STOPS,
     NONE,
     REQUIRED,
-    SAMPLING,
     GenerationRequest,
     check_provided,
     check_tools,
@@ -230,7 +230,7 @@ def counted(body: Body, service: Service) -> GenerationRequest:
     named = choice.name if isinstance(choice, OneToolChoice) else CHOICES[choice.type]
     check_tools(tools, named)
     messages, checkpoints = _messages(body, service)
-    sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
+    sampling = body.model_dump(include={*REQUEST_FIELDS}, exclude_unset=True)
     on = None if body.thinking is None else body.thinking.type != "disabled"
     form = body.output_config.format or body.output_format
     request = GenerationRequest(

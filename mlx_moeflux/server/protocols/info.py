@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import Field
@@ -104,7 +103,7 @@ def props(service: Service) -> dict[str, Any]:
         "chat_template": service.tokenizer.chat_template,
         "tool_calls": service.tool_syntax is not None,
         "reasoning": service.reasoning is not None,
-        "defaults": asdict(defaults),
+        "defaults": {"max_tokens": defaults.max_tokens, **defaults.options},
         "concurrency": engine.concurrency,
         "waiting": engine.waiting,
         "state_bytes": engine.state_bytes,

@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 
+from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS, SamplingField
 from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.engine import TokenLogprobs
 from mlx_moeflux.server.errors import RequestError
@@ -16,7 +24,6 @@ from mlx_moeflux.server.fields import (
     Integer,
     OpenFields,
     Positive,
-    Share,
     Texts,
     TokenLimit,
 )
@@ -26,7 +33,6 @@ from mlx_moeflux.server.request import (
     MOST_STOPS,
     NONE,
     REQUIRED,
-    SAMPLING,
     Sampling,
 )
 from mlx_moeflux.server.schemas import without_nulls
@@ -35,47 +41,49 @@ from mlx_moeflux.server.service import Generation, Service
 # Log-probability of a token that cannot occur; JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
-# Smaller ones would divide logits to infinity.
-LEAST_REPETITION_PENALTY = 0.01
 
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+def _annotation(field: SamplingField) -> Any:
+    """Return the type of a field of sampling."""
+    if field.kind is int:
+        return CountOrOff
+    low, high = field.requested
+
+    def or_off(value: float) -> float:
+        """Return the neutral value for 0, which mlx-lm's clients send for no penalty."""
+        if 0 < value < field.least_on:
+            raise ValueError(f"give 0 for none, or at least {field.least_on}")
+        return value or field.off
+
+    number = Annotated[float, Field(ge=low, le=high)]
+    return Annotated[number, AfterValidator(or_off)] if field.least_on else number
 
 
-def _repetition_penalty(value: float) -> float:
-    """Return 1, no penalty, for 0, which mlx-lm's clients send for none."""
-    if 0 < value < LEAST_REPETITION_PENALTY:
-        raise ValueError(f"give 0 for none, or at least {LEAST_REPETITION_PENALTY}")
-    return value or 1.0
-
-
-class OpenAIBody(Fields):
-    """Base of the bodies of OpenAI's protocols, with mlx-lm's options of sampling."""
-
+class _Body(Fields):
     inert = (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "prediction", "client_metadata", "cache_prompt",
     )  # fmt: skip
     model: str | None = None
     stream: bool = False
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: CountOrOff | None = None
-    min_p: Share | None = None
+
+
+_options: dict[str, Any] = {
+    name: (_annotation(field) | None, None) for name, field in REQUEST_FIELDS.items()
+}
+_SampledBody = create_model("_SampledBody", __base__=_Body, **_options)
+
+
+class OpenAIBody(_SampledBody):
+    """Base of the bodies of OpenAI's protocols, with mlx-lm's options of sampling."""
+
     seed: Annotated[Integer, Field(ge=-(2**63))] | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: (
-        Annotated[float, Field(ge=0, le=10), AfterValidator(_repetition_penalty)] | None
-    ) = None
     logit_bias: dict[str, Any] = Field({})
 
     def sampling(self, service: Service) -> Sampling:
         """Return the options of sampling, with the server's where the body has none."""
-        given = self.model_dump(include=SAMPLING, exclude_unset=True)
-        given["logit_bias"] = self._biases(service.vocabulary)
-        return service.options.defaults.sampling(given)
+        given = self.model_dump(include={*REQUEST_FIELDS}, exclude_unset=True)
+        biases = self._biases(service.vocabulary)
+        return service.options.defaults.sampling(given, seed=self.seed, logit_bias=biases)
 
     def _biases(self, vocabulary: int) -> tuple[tuple[int, float], ...]:
         found = []
