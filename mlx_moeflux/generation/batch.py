@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -15,23 +16,27 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_moeflux.backend import use_mlx
-from mlx_moeflux.cache import SequenceState, keep_rows, transaction
+from mlx_moeflux.cache import SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.checks import check_integer, check_number
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, UnsupportedError
 from mlx_moeflux.generation.drafting import Drafter
-from mlx_moeflux.generation.loop import CLEAR_EVERY, check_finite, normalised
+from mlx_moeflux.generation.loop import CLEAR_EVERY
 from mlx_moeflux.generation.prefill import Prefill, Request, make_prefill
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
+    Sampled,
     Sampler,
     check_drawn,
+    check_finite,
     check_ids,
     check_processors,
     check_sampler,
     drawn,
+    greedy,
     make_sampler,
+    normalised,
     processed,
 )
 from mlx_moeflux.kernels.nested import describe
@@ -46,9 +51,9 @@ OPEN_REPLY = 4096
 class Batch:
     """Sequences that take every step together, under the caller's names. Not thread-safe.
 
-    ``names``: In the order of the rows of :meth:`step`. kv_pool_bytes: Keep keys and values in
-    blocks of a pool of this size, so that nothing is copied when sequences join or leave; None
-    gives each layer one buffer as long as the longest sequence.
+    ``names``: In the order of the rows of :meth:`step`. ``entries``: Their state, an entry a layer.
+    kv_pool_bytes: Keep keys and values in blocks of a pool of this size, so that nothing is copied
+    when sequences join or leave; None gives each layer one buffer as long as the longest sequence.
 
     Raises:
         InputError: The pool has no room for one block.
@@ -59,7 +64,7 @@ class Batch:
         self.model = model
         self.names: list[Any] = []
         self.pool = None if kv_pool_bytes is None else KVPool(model.state_spec(), kv_pool_bytes)
-        self._entries: list[Any] = []
+        self.entries: list[Any] = []
         self._paged: dict[int, PagedCache] = {}
         if self.pool is not None:
             specs = model.state_spec().entries
@@ -79,7 +84,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all states, padding and reserve included."""
-        return sum(entry.nbytes for entry in self._entries)
+        return sum(entry.nbytes for entry in self.entries)
 
     def join(self, names: Sequence[Hashable], state: Sequence[Any]) -> None:
         """Append the sequences of a state, of one sequence or merged of several.
@@ -100,11 +105,11 @@ class Batch:
                 entry.flush()
             self.pool.admit(state[0].seen())
         if not self.names:
-            self._entries = [
+            self.entries = [
                 self._paged[i] if i in self._paged else type(entry).merge([entry])
                 for i, entry in enumerate(state)
             ]
-        for i, (mine, theirs) in enumerate(zip(self._entries, state, strict=True)):
+        for i, (mine, theirs) in enumerate(zip(self.entries, state, strict=True)):
             if self.names or i in self._paged:
                 mine.extend(theirs)
         self.names += names
@@ -117,12 +122,12 @@ class Batch:
             return
         self.names = [self.names[i] for i in keep]
         if keep or self._paged:
-            for entry in self._entries:
+            for entry in self.entries:
                 entry.filter(keep)
         if self.pool is not None:
             self.pool.release(keep)
         if not keep:
-            self._entries = []
+            self.entries = []
 
     def state(self, name: Hashable) -> SequenceState:
         """Return a copy of one sequence's state.
@@ -133,7 +138,7 @@ class Batch:
         if name not in self.names:
             raise InputError(f"sequence {name} is not in the batch; there are {self.names}.")
         i = self.names.index(name)
-        return self.model.new_state(entry.extract(i) for entry in self._entries)
+        return self.model.new_state(entry.extract(i) for entry in self.entries)
 
     def step(self, tokens: mx.array) -> mx.array:
         """Append one token to each sequence, ``[B]`` in the order of `names`; return lazy logits
@@ -150,33 +155,16 @@ class Batch:
             raise InputError(
                 f"tokens {found}, expected [{len(self.names)}]: one for each sequence."
             )
-        return self.model(tokens[:, None], cache=self._entries, last_only=True)[:, -1]
-
-    def read_rows(self, tokens: mx.array) -> mx.array:
-        """Append tokens ``[R]`` to the only sequence on trial; return lazy logits ``[1, R, V]``."""
-        return self.model.read_rows(tokens[None], self._entries)
-
-    def keep_rows(self, n: int) -> None:
-        """Forget all rows of :meth:`read_rows` but the first n."""
-        keep_rows(self._entries, n)
+        return self.model(tokens[:, None], cache=self.entries, last_only=True)[:, -1]
 
     def evaluate(self, *arrays: mx.array) -> None:
         """Evaluate the results of :meth:`step` and the states."""
-        mx.eval(arrays, [entry.state for entry in self._entries])
+        mx.eval(arrays, [entry.state for entry in self.entries])
         self.model.start_eval()
 
     def transaction(self):
         """Return a context that rolls all states back if its block raises."""
-        return transaction(self._entries)
-
-
-class Sampled(NamedTuple):
-    """Tokens ``[B]`` of a step, their logprobs ``[B, V]`` float32, and whether these are finite,
-    ``[B, 1]`` bool."""
-
-    tokens: mx.array
-    logprobs: mx.array
-    finite: mx.array
+        return transaction(self.entries)
 
 
 def sampled(
@@ -185,8 +173,7 @@ def sampled(
     """Sample tokens from logits ``[B, V]`` of `model`.
 
     Each row takes its own sequence's processors and sampler; rows of one sampler are sampled
-    together. pending: Arrays ``[B]`` of tokens that
-    are not in the replies yet.
+    together. pending: Arrays ``[B]`` of tokens that are not in the replies yet.
     """
     if any(sequence.processors for sequence in sequences):
         rows = []
@@ -620,26 +607,19 @@ class BatchGenerator:
         drafts = drafter.propose(newest.tokens, room, ahead=self._ahead)
         if not drafts:
             return []
-        rows: Any = mx.concatenate([newest.tokens.astype(mx.uint32), mx.array(drafts, mx.uint32)])
-        ids, before, given, following = rows.tolist(), drafter.misses(), [], -1
-        with self._batch.transaction():
-            with drafter.observing() as hidden:
-                logits = self._batch.read_rows(rows)
-            mx.eval(logits)
-            misses = drafter.misses() - before
-            for r, value in enumerate(ids):
-                check_finite(newest.finite, len(sequence.prompt) + len(sequence.reply) + r)
-                given.append((value, newest.logprobs[0]))
-                pending = [rows[i : i + 1] for i in range(r + 1)]
-                newest = sampled(self.model, logits[:, r], [sequence], pending=pending)
-                drawn: Any = newest.tokens.item()
-                check_drawn([drawn], newest.logprobs.shape[-1])
-                following = int(drawn)
-                if value in self._stops or following != (*ids, None)[r + 1]:
-                    break
-            self._batch.keep_rows(len(given))
-        drafter.observe(hidden, len(given))
-        drafter.verified(drafts, len(given), following, misses)
+
+        def sample(logits: mx.array, read: mx.array) -> Sampled:
+            pending = [read[i : i + 1] for i in range(read.size)]
+            return sampled(self.model, logits, [sequence], pending=pending)
+
+        given, at_once = [], sequence.sampler is greedy and not sequence.processors
+        rows = drafter.verify(
+            newest, drafts, self._batch.entries, sample, at_once=at_once, stops=self._stops
+        )
+        with self._batch.transaction(), closing(rows):
+            for value, logprobs, following in rows:
+                given.append((value, logprobs))
+                newest = following
         self._newest, self._unreported = newest, True
         replies = [self._reply(sequence, value, logprobs) for value, logprobs in given]
         self._end_step([sequence] if replies[-1].finish_reason else [])

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import MOST_ROWS
+from mlx_moeflux.cache import MOST_ROWS, keep_rows, transaction
 from mlx_moeflux.checks import check_method, shown
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.named import label
 from mlx_moeflux.generation.draft_gate import DraftGate
 from mlx_moeflux.generation.drafts import Drafts, Lookup, begun, observes, proposed
 from mlx_moeflux.generation.head_drafts import HeadDrafts
-from mlx_moeflux.generation.sampling import check_drawn
+from mlx_moeflux.generation.sampling import Sampled, check_drawn, check_finite
 
 MOST_DRAFTS = MOST_ROWS - 1
 """Most tokens that a step reads besides the newest one."""
@@ -206,13 +206,67 @@ class Drafter:
             self._drafts.observe(self._read, rows[:, :kept])
         self._read += kept
 
-    def misses(self) -> int:
+    def verify(
+        self,
+        newest: Sampled,
+        drafts: list[int],
+        state: list[Any],
+        sample: Callable[[mx.array, mx.array], Sampled],
+        *,
+        at_once: bool,
+        stops: Collection[int] = (),
+    ) -> Generator[tuple[int, mx.array, Sampled], None, None]:
+        """Read the one token of `newest` and `drafts` as rows of one step of `state`. Yield the
+        token and each accepted draft, the last if it is in `stops`: its id, its logprobs ``[V]``,
+        and the token that follows it.
+
+        When a token is yielded, what follows it is drawn and no more, as without drafts. At the
+        end, however it comes, the state holds the tokens that were yielded.
+
+        sample: Returns the token after the last of the rows ``[R]`` that are read, from the logits
+        ``[1, V]`` after it: ``sample(logits, rows)``. at_once: A draw needs none before it; all are
+        scheduled before the first is awaited.
+        """
+        model, misses, given = self._model, self._misses(), 0
+        rows: Any = mx.concatenate([newest.tokens.astype(mx.uint32), mx.array(drafts, mx.uint32)])
+        with model.lock, transaction(state):
+            with self.observing() as hidden:
+                logits = model.read_rows(rows[None], state)
+            draws = (sample(logits[:, r], rows[: r + 1]) for r in range(rows.size))
+            if at_once:
+                draws = iter(list(draws))
+            mx.eval(logits)
+            model.start_eval()
+        misses, following_id = self._misses() - misses, -1
+        try:
+            for value, draft in zip(rows.tolist(), [*drafts, None], strict=True):
+                with model.lock:
+                    following = next(draws)
+                    drawn: Any = following.tokens.item()
+                following_id = int(drawn)
+                check_finite(newest.finite, len(self.tokens) - 1 + given)
+                given += 1
+                self.pause()
+                yield value, newest.logprobs.squeeze(0), following
+                self.resume()
+                newest = following
+                if value in stops or following_id != draft:
+                    break
+        finally:
+            with model.lock:
+                keep_rows(state, given)
+        check_drawn([following_id], newest.logprobs.shape[-1])
+        with model.lock:
+            self.observe(hidden, given)
+            self._note(drafts, given, following_id, misses)
+
+    def _misses(self) -> int:
         """Return how many experts steps have missed so far."""
         if self._model.store.streaming is None:
             return 0
         return sum(layer.misses for layer in self._model.store.stats().layers.values())
 
-    def verified(self, drafts: Sequence[int], given: int, newest: int, misses: int) -> None:
+    def _note(self, drafts: list[int], given: int, newest: int, misses: int) -> None:
         """Note a round that gave `given` tokens: the newest one of before and accepted drafts.
 
         newest: The first draw that is no draft, or the one after the last draft. misses: Experts

@@ -5,28 +5,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.backend import use_mlx
-from mlx_moeflux.cache import keep_rows, transaction
+from mlx_moeflux.cache import transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
 from mlx_moeflux.checks import check_callable, check_integer
-from mlx_moeflux.errors import ExactnessError, InputError
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.drafting import Drafter
 from mlx_moeflux.generation.memory import with_memory_limits
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
+    Sampled,
     Sampler,
     check_drawn,
+    check_finite,
     check_processors,
     check_sampler,
     drawn,
     greedy,
     make_sampler,
+    normalised,
     processed,
 )
 from mlx_moeflux.kernels.nested import describe
@@ -135,7 +138,7 @@ def _steps(
                 # The last token takes a plain step, so that nothing is drawn behind it.
                 room = MANY if max_tokens < 0 else max_tokens - count - 2
                 with model.lock:
-                    drafts = drafter.propose(following.token, room, ahead=ahead)
+                    drafts = drafter.propose(following.tokens, room, ahead=ahead)
                 if drafts:
                     following = yield from loop.verify(following, drafts, reply)
                     if len(reply) // CLEAR_EVERY > count // CLEAR_EVERY:
@@ -144,6 +147,7 @@ def _steps(
                     continue
             count += 1
             token, logprobs, finite = following
+            logprobs = logprobs.squeeze(0)  # indexing is a gather
             if not ahead:
                 check_drawn([token.item()], logprobs.size)
             # An interrupt may come at item(), when the cache has advanced already.
@@ -174,15 +178,6 @@ def _steps(
                 resumed.replied(reply)
 
 
-class Newest(NamedTuple):
-    """A drawn token that was not read yet: token ``[1]``, its logprobs ``[V]`` and whether they are
-    finite, ``[1, 1]`` bool. All are lazy."""
-
-    token: mx.array
-    logprobs: mx.array
-    finite: mx.array
-
-
 @dataclass
 class _Loop:
     """A model, its cache, and the tokens that processors see; lives for one generation."""
@@ -199,7 +194,7 @@ class _Loop:
     tokens: mx.array | None = None
     drafter: Drafter | None = None
 
-    def prefill(self, size: int, *, stop: bool) -> Newest | None:
+    def prefill(self, size: int, *, stop: bool) -> Sampled | None:
         """Read the prompt, `size` tokens a call.
 
         Return what :meth:`step` returns, or None with `stop`.
@@ -285,64 +280,32 @@ class _Loop:
         self.model.start_eval()
         return logits
 
-    def step(self, inputs: mx.array) -> Newest:
+    def step(self, inputs: mx.array) -> Sampled:
         """Schedule a step on inputs ``[T]`` and return the token that it gives."""
         with self.model.ahead():
             return self._sampled(self._logits(inputs), inputs)
 
     def verify(
-        self, newest: Newest, drafts: Sequence[int], reply: list[int]
-    ) -> Generator[tuple[int, mx.array], None, Newest]:
-        """Read the newest token and `drafts` as rows; append to `reply` and yield the newest token
-        and each accepted draft. Return the token that comes next.
-
-        When a token is yielded, what follows it is drawn and no more, as without drafts. At the
-        end, however it comes, the cache holds the tokens that were yielded.
-        """
+        self, newest: Sampled, drafts: list[int], reply: list[int]
+    ) -> Generator[tuple[int, mx.array], None, Sampled]:
+        """Append to `reply` and yield the newest token and each accepted draft, see
+        :meth:`Drafter.verify`. Return the token that comes next."""
         drafter = self.drafter
         assert drafter is not None, "it proposed the drafts"
-        rows: Any = mx.concatenate([newest.token.astype(mx.uint32), mx.array([*drafts], mx.uint32)])
-        misses, given = drafter.misses(), 0
-        with self.model.lock, transaction(self.cache):
-            with drafter.observing() as hidden:
-                logits = self.model.read_rows(rows[None], self.cache)
-            at_once = self.sampler is greedy and not self.processors
-            sampled = self._sampled_rows(logits, rows)
-            if at_once:
-                sampled = iter(list(sampled))
-            mx.eval(logits)
-            self.model.start_eval()
-        misses = drafter.misses() - misses
-        try:
-            for value, draft in zip(rows.tolist(), [*drafts, None], strict=True):
-                with self.model.lock:
-                    following = next(sampled)
-                    following_value: Any = following.token.item()
-                check_finite(newest.finite, self.prompt.shape[0] + len(reply))
-                given += 1
-                reply.append(value)
-                if given > 1:
-                    self.on_draft()
-                drafter.pause()
-                yield value, newest.logprobs
-                drafter.resume()
-                newest = following
-                if following_value != draft:
-                    break
-        finally:
-            with self.model.lock:
-                keep_rows(self.cache, given)
-        check_drawn([following_value], newest.logprobs.size)
-        with self.model.lock:
-            drafter.observe(hidden, given)
-            drafter.verified(drafts, given, following_value, misses)
-        return newest
 
-    def _sampled_rows(self, logits: mx.array, rows: mx.array) -> Iterator[Newest]:
-        """Yield what :meth:`step` returns after each of the rows ``[R]``, from logits
-        ``[1, R, V]``."""
-        for r in range(rows.size):
-            yield self._sampled(logits[:, r], rows[r : r + 1])
+        def sample(logits: mx.array, read: mx.array) -> Sampled:
+            return self._sampled(logits, read[-1:])
+
+        at_once = self.sampler is greedy and not self.processors
+        rows = drafter.verify(newest, drafts, self.cache, sample, at_once=at_once)
+        with closing(rows):  # before the caller looks at the cache
+            for r, (value, logprobs, following) in enumerate(rows):
+                newest = following
+                reply.append(value)
+                if r:
+                    self.on_draft()
+                yield value, logprobs
+        return newest
 
     def _logits(self, inputs: mx.array) -> mx.array:
         if self.drafter is None:
@@ -352,7 +315,7 @@ class _Loop:
         self.drafter.observe(hidden, inputs.size)
         return logits
 
-    def _sampled(self, raw: mx.array, inputs: mx.array) -> Newest:
+    def _sampled(self, raw: mx.array, inputs: mx.array) -> Sampled:
         """Schedule what :meth:`step` returns from the logits ``[1, V]`` after `inputs`."""
         try:
             logits = raw
@@ -368,24 +331,7 @@ class _Loop:
         except BaseException:
             mx.eval(raw)  # for the reason that read() gives
             raise
-        return Newest(token, logprobs.squeeze(0), finite)  # indexing is a gather
-
-
-def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Return logprobs ``[B, V]`` float32 of logits ``[B, V]``, and for each row whether its sum is
-    finite, ``[B, 1]`` bool."""
-    logits = logits.astype(mx.float32)
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - total, mx.isfinite(total)
-
-
-def check_finite(finite: mx.array, position: int) -> None:
-    """Raise :class:`ExactnessError` unless `finite` of :func:`normalised`, evaluated, holds."""
-    if not finite.all().item():
-        raise ExactnessError(
-            f"the logits after {position} tokens are not finite: a weight, a kernel or a replaced "
-            "part gives wrong numbers; 'mlx_moeflux check' tries the kernels, --safe uses none."
-        )
+        return Sampled(token, logprobs, finite)
 
 
 def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:

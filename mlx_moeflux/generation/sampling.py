@@ -12,12 +12,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import mlx.core as mx
 
 from mlx_moeflux.checks import check_callable, check_integer, check_number
-from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.errors import ExactnessError, InputError, ShapeError
 from mlx_moeflux.generation.sampling_fields import check_sampling
 from mlx_moeflux.kernels.nested import describe
 
@@ -315,6 +315,15 @@ def processed(
     return logits
 
 
+class Sampled(NamedTuple):
+    """Tokens ``[B]`` of a step, their logprobs ``[B, V]`` float32, and whether these are finite,
+    ``[B, 1]`` bool. All are lazy."""
+
+    tokens: mx.array
+    logprobs: mx.array
+    finite: mx.array
+
+
 def drawn(sampler: Sampler, logprobs: mx.array) -> mx.array:
     """Return the ids ``[B]`` that `sampler` draws from logprobs ``[B, V]``, lazily; when they are
     read, :func:`check_drawn` compares them with the vocabulary.
@@ -343,6 +352,23 @@ def check_drawn(tokens: Iterable[int], vocabulary: int) -> None:
                 f"the sampler returned id {token}, which is outside the vocabulary; return 0 to "
                 f"{vocabulary - 1}."
             )
+
+
+def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Return logprobs ``[B, V]`` float32 of logits ``[B, V]``, and for each row whether its sum is
+    finite, ``[B, 1]`` bool."""
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return logits - total, mx.isfinite(total)
+
+
+def check_finite(finite: mx.array, position: int) -> None:
+    """Raise :class:`ExactnessError` unless `finite` of :func:`normalised`, evaluated, holds."""
+    if not finite.all().item():
+        raise ExactnessError(
+            f"the logits after {position} tokens are not finite: a weight, a kernel or a replaced "
+            "part gives wrong numbers; 'mlx_moeflux check' tries the kernels, --safe uses none."
+        )
 
 
 def _name_of(given: Any) -> str:

@@ -220,6 +220,37 @@ def test_a_stop_id_among_accepted_drafts_ends_a_reply_of_a_batch():
         assert plain[-1][1] == "stop"
 
 
+@families(*FAMILIES)
+def test_an_error_among_rows_of_a_batch_repeats_the_step(family, kind, monkeypatch):
+    """Rows before the one that failed are read again: the caller has not had them."""
+    monkeypatch.setattr(batch, "device", seen_as(kind))
+    model, errors = model_of(family), [KeyboardInterrupt, ValueError]
+    (expected,), _ = batched(model)
+    text = PROMPT + [token for token, *_ in expected]
+    failing = [False]
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        if failing[0] and rows.pop():
+            raise errors[0]
+        return mx.argmax(logprobs, axis=-1)
+
+    for last in range(MOST_DRAFTS + 1):  # the row whose draw fails
+        model.drafting, found = Drafting(Replay(text), fixed=MOST_DRAFTS), []
+        with BatchGenerator(model, max_tokens=COUNT, sampler=sampler) as generator:
+            generator.insert([PROMPT])
+            found += generator.next()
+            rows, failing[0] = [True, *[False] * last], True
+            errors.reverse()
+            with pytest.raises(errors[0]):
+                found += generator.next()
+            failing[0] = False
+            while replies := generator.next():
+                found += replies
+        model.drafting = None
+        assert len(found) == COUNT
+        same_replies([(r.token, r.finish_reason, r.logprobs) for r in found], expected)
+
+
 def test_sequences_that_are_not_alone_have_no_drafts():
     model = model_of("text_top3")
     prompts = (PROMPT, tokens_of(5, seed=3)[0].tolist())

@@ -180,10 +180,10 @@ def test_rows_of_a_sequence_in_pages():
     batch.join(["one"], prompt)
     for n in (2, 0, 3):
         single = batch.state("one")
-        logits = model.read_rows(rows, batch._entries)
+        logits = model.read_rows(rows, batch.entries)
         expected = steps(model, rows[:, :n], single) if n else logits[:, :0]
         assert mx.array_equal(logits[:, :n], expected).item()
-        keep_rows(batch._entries, n)
+        keep_rows(batch.entries, n)
         found, single = export(batch.state("one")), export(single)
         assert all(same_bits(found[name], single[name]) for name in single)
 
