@@ -19,7 +19,7 @@ from mlx_moeflux.awake import Awake
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, MoefluxError
 from mlx_moeflux.experts.system_memory import MemoryPressure
-from mlx_moeflux.generation.batch import BatchGenerator, BatchReply, Workload
+from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
 from mlx_moeflux.generation.elastic import elastic_banks
 from mlx_moeflux.generation.idle import Idle
 from mlx_moeflux.generation.memory import LIMITS, Needs
@@ -30,6 +30,7 @@ from mlx_moeflux.generation.sampling import (
     make_sampler,
 )
 from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
+from mlx_moeflux.generation.scheduler import Workload
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.server.errors import PromptTooLong, RequestError
 from mlx_moeflux.server.following import LeadingGenerator

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_moeflux.generation.batch import UNLIMITED
 from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
+from mlx_moeflux.generation.scheduler import UNLIMITED
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.thinking import Thinking
 

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.distributed import part, ranks
 from mlx_moeflux.errors import MoefluxError
-from mlx_moeflux.generation import batch, loop
+from mlx_moeflux.generation import loop, runner
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.sampling import make_sampler
@@ -190,7 +190,7 @@ def states(path: str, saved: str) -> dict[str, Any]:
 def ahead(path: str, *, sampled: bool = False) -> dict[str, Any]:
     """Replies of a loop and a batch that run traced steps one ahead, as on a GPU. sampled: Each
     rank draws with a seed of its own."""
-    for module in (ranks, loop, batch):
+    for module in (ranks, loop, runner):
         vars(module)["device"] = seen_as("cuda")
     with load_model(path, distributed=True) as model:
         model.compile_steps = True

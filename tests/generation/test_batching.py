@@ -12,7 +12,7 @@ import pytest
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
-from mlx_moeflux.generation import batch
+from mlx_moeflux.generation import scheduler
 from mlx_moeflux.generation.batch import Batch, BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.prefill import PaddedPrefill, Prefill, Request, make_prefill
@@ -126,7 +126,7 @@ def padded(monkeypatch):
     def make_prefill(model, sequences, cache):
         return (PaddedPrefill if len(sequences) > 1 else Prefill)(model, sequences, cache)
 
-    monkeypatch.setattr(batch, "make_prefill", make_prefill)
+    monkeypatch.setattr(scheduler, "make_prefill", make_prefill)
 
 
 @by_default("hybrid", "deepseek_v3_groups")
@@ -430,7 +430,7 @@ def test_warm_up_keeps_to_its_memory_and_its_sizes(hybrid, monkeypatch):
 
     def counted(self):
         found = step(self)
-        batches.append((self.completion_batch_size, self.nbytes))
+        batches.append((self._scheduler.completion_batch_size, self.nbytes))
         return found
 
     monkeypatch.setattr(BatchGenerator, "step", counted)

@@ -15,7 +15,7 @@ import pytest
 from mlx_moeflux import PromptCache, batch_generate, load, load_model, stream_generate
 from mlx_moeflux.cache.state.spec import export
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.generation import batch, loop
+from mlx_moeflux.generation import loop, runner
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.drafting import MOST_DRAFTS, Drafting, make_drafting
 from mlx_moeflux.generation.drafts import Lookup
@@ -188,7 +188,7 @@ def same_replies(found, expected) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_sequence_that_is_alone_in_a_batch_has_drafts(sampled, kind, monkeypatch):
-    monkeypatch.setattr(batch, "device", seen_as(kind))
+    monkeypatch.setattr(runner, "device", seen_as(kind))
     model = model_of("text_top3")
 
     def run(source=None, fixed=MOST_DRAFTS):
@@ -223,7 +223,7 @@ def test_a_stop_id_among_accepted_drafts_ends_a_reply_of_a_batch():
 @families(*FAMILIES)
 def test_an_error_among_rows_of_a_batch_repeats_the_step(family, kind, monkeypatch):
     """Rows before the one that failed are read again: the caller has not had them."""
-    monkeypatch.setattr(batch, "device", seen_as(kind))
+    monkeypatch.setattr(runner, "device", seen_as(kind))
     model, errors = model_of(family), [KeyboardInterrupt, ValueError]
     (expected,), _ = batched(model)
     text = PROMPT + [token for token, *_ in expected]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.generation import batch
+from mlx_moeflux.generation import scheduler
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.prefill import PaddedPrefill, Prefill
@@ -156,7 +156,7 @@ def test_one_of_three_leaves(hybrid, way, step_size, monkeypatch):
         wide = len(sequences) > 1 and way == "padded"
         return (PaddedPrefill if wide else Prefill)(model, sequences, cache)
 
-    monkeypatch.setattr(batch, "make_prefill", make_prefill)
+    monkeypatch.setattr(scheduler, "make_prefill", make_prefill)
     prompts = [prompt_of(12, 30), prompt_of(13, 70), prompt_of(14, 20)]
     with open_generator(hybrid, prefill_step_size=step_size) as generator:
         generator.insert(prompts)

@@ -98,7 +98,8 @@ def test_cut_calls_and_huge_bodies_beside_streams_change_nothing(tiny, streams, 
     ):
         engine = server.service.engine
         submit, step, ended = engine.submit, engine._step, []
-        advance, decoding = engine._generator._advance, [0.0]
+        runner, decoding = engine._generator._runner, [0.0]
+        advance = runner._advance
         ids = tokenizer.encode(call, add_special_tokens=False)
 
         def scripted(jobs):
@@ -107,9 +108,9 @@ def test_cut_calls_and_huge_bodies_beside_streams_change_nothing(tiny, streams, 
                     job.processors = [*job.processors, Forced(len(job.prompt), ids)]
             submit(jobs)
 
-        def decoded(drafter):
+        def decoded():
             begun = time.monotonic()
-            found = advance(drafter)
+            found = advance()
             decoding[0] += time.monotonic() - begun
             return found
 
@@ -120,7 +121,7 @@ def test_cut_calls_and_huge_bodies_beside_streams_change_nothing(tiny, streams, 
             ended.append(time.monotonic() - decoding[0])
 
         engine.submit, engine._step = scripted, timed
-        engine._generator._advance = decoded
+        runner._advance = decoded
         said = clients.submit(asked, server.port, bodies).result()
     pauses = [b - a for a, b in pairwise(ended) if a is not None and b is not None]
     record_property("longest pause", max(pauses))
