@@ -123,8 +123,8 @@ def small_measurements(home: Path) -> Iterator[None]:
     def unhurried(*given, **options):
         return [replace(step, seconds=3000) for step in steps(*given, **options)]
 
-    def of_float32(commands):
-        return in_processes([command for command in commands if "float32" in command])
+    def of_float32(commands, *others):
+        return in_processes([command for command in commands if "float32" in command], *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine_report, "steps", unhurried)
