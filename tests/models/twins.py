@@ -42,4 +42,4 @@ def smallest_memory(directory: Path) -> str:
     raw = json.loads(file.read_text())
     config = model_class(raw["model_type"]).Config.from_dict(raw, file=file)
     k, e = config.num_experts_per_tok, config.num_experts
-    return f"{100 * min(k + 1, e) / e + 0.01:.2f}%"
+    return f"{min(100, 100 * min(k + 1, e) / e + 0.01):.2f}%"
