@@ -174,7 +174,7 @@ def _check_stock(dtype) -> int:
     print(f"{'stock operation':<33} {'dtype':<9} {'verdict':<8} error")
     failed = 0
     for entry in stock.worst(dtype):
-        right = entry.error <= stock.limit(dtype)
+        right = entry.error <= stock.LIMITS[dtype]
         failed += not right
         detail = f"{entry.error:.1e}" if right else f"{entry.error:.1e} ({entry.what})"
         cells = f"{entry.operation:<33} {_name(dtype):<9} {'right' if right else 'wrong':<8}"

@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.runtime import device
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Of the largest value; a wrong operation is off by about 1.
-LIMITS = {mx.float32: 2e-5, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
+ROUNDING = {mx.float32: 2e-5, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
 LIMIT_OF_TF32 = 4e-3
 # The CPU adds 2,048 quantised products up in the dtype of x, and comes to these limits in 16 bits.
 TIMES_ON_CPU = 2.0
@@ -71,11 +71,16 @@ class Worst:
     reason: str = ""
 
 
-def limit(dtype: mx.Dtype) -> float:
-    """The largest error that is taken for rounding."""
-    if dtype == mx.float32:
-        return LIMIT_OF_TF32 if device.rounds_to_tf32() else LIMITS[dtype]
-    return LIMITS[dtype] * (TIMES_ON_CPU if mx.default_device() == mx.cpu else 1.0)
+class Limits:
+    """dtype -> the largest error that is taken for rounding on the device in use."""
+
+    def __getitem__(self, dtype: mx.Dtype) -> float:
+        if dtype == mx.float32:
+            return LIMIT_OF_TF32 if device.rounds_to_tf32() else ROUNDING[dtype]
+        return ROUNDING[dtype] * (TIMES_ON_CPU if mx.default_device() == mx.cpu else 1.0)
+
+
+LIMITS = Limits()
 
 
 def worst(dtype: mx.Dtype) -> list[Worst]:

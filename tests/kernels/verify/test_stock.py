@@ -34,7 +34,7 @@ def test_stock_operations_are_right_and_users_keep_their_random_numbers(dtype):
     assert mx.array_equal(mx.random.uniform(shape=(4,)), users)
     expected = {"gather_qmm", "rope", "matmul"} | ({"gather_mm"} if dtype == mx.float32 else set())
     assert {entry.operation for entry in found} >= expected
-    assert [entry for entry in found if not entry.error <= stock.limit(dtype)] == []
+    assert [entry for entry in found if not entry.error <= stock.LIMITS[dtype]] == []
 
 
 def flipped(x, w, **options):

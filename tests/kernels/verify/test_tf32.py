@@ -62,7 +62,7 @@ def in_tf32(monkeypatch):
 
 def test_float32_is_exact_here():
     assert not device.rounds_to_tf32()
-    assert stock.limit(mx.float32) == stock.LIMITS[mx.float32] < stock.LIMIT_OF_TF32
+    assert stock.LIMITS[mx.float32] == stock.ROUNDING[mx.float32] < stock.LIMIT_OF_TF32
     assert exact.limit("float32") == 1e-3
     assert machine_report.machine_facts()[PRODUCTS] == "float32"
 
@@ -75,7 +75,7 @@ def test_check_allows_stock_products_their_rounding(capsys):
     assert out.startswith("stock MLX rounds float32 products to TF32 here")
     assert "wrong" not in out
     (line,) = (line for line in out.splitlines() if line.startswith("quantized_matmul "))
-    assert stock.LIMITS[mx.float32] < float(line.split()[3]) < stock.LIMIT_OF_TF32
+    assert stock.ROUNDING[mx.float32] < float(line.split()[3]) < stock.LIMITS[mx.float32]
 
 
 @pytest.mark.usefixtures("in_tf32")
