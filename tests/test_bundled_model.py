@@ -57,6 +57,7 @@ def test_it_is_small():
     assert sum(f.stat().st_size for f in BUNDLED_MODEL.iterdir()) <= 8_600_000
 
 
+@pytest.mark.slow
 def test_its_head_accepts_half_of_the_drafts_and_changes_no_text():
     texts, counts = [], []
     for drafts in ("off", 1):

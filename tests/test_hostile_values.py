@@ -426,6 +426,7 @@ print(int(own) * unit, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 
 MOST_BYTES = 900_000_000
 
 
+@pytest.mark.slow
 def test_the_memory_of_prompts_that_cannot_fit():
     done = subprocess.run(
         [sys.executable, "-c", PEAK, json.dumps(LONG)], capture_output=True, text=True, check=True

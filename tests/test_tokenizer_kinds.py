@@ -714,7 +714,10 @@ def test_each_type_of_the_catalogue_has_a_shape():
     assert {model["sizes"]["model_type"] for model in models} == SHAPES.keys()
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(n, marks=[pytest.mark.slow] * (i >= 6)) for i, n in enumerate(SHAPES)],
+)
 def test_tokenizers_of_the_catalogue_run_here(tmp_path, kind):
     folder = put(tmp_path, **SHAPES[kind])
     tokenizer = load_tokenizer(folder)

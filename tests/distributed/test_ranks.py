@@ -158,6 +158,7 @@ def test_one_process_sets_no_variables_of_ranks(variables, monkeypatch):
     assert found() == before
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_one_process(directory_of, tmp_path):
     cases = [
         {"path": directory_of(SOME[0]), "expert_memory": "100%"},

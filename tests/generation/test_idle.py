@@ -133,6 +133,7 @@ def test_chat_releases_while_it_waits(released, monkeypatch, capsys):
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.slow
 def test_chat_shrinks_at_the_prompt_and_tells_before_the_reply(
     two_bundled_layers, monkeypatch, capsys
 ):

@@ -70,6 +70,7 @@ def test_files_keep_to_the_subset(file):
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.slow
 def test_text_is_short_and_uses_an_attribute(name):
     for header, body in texts(name):
         assert (header + body).isascii()

@@ -194,6 +194,7 @@ def test_experts_that_do_not_fit_are_compared_layer_by_layer(model, monkeypatch)
     assert "compared layer by layer only" in "\n".join(found.lines(str))
 
 
+@pytest.mark.slow
 def test_the_first_token_that_differs(model):
     """The reply of the whole models, each to its own tokens."""
     from mlx_lm.models.cache import make_prompt_cache

@@ -133,7 +133,7 @@ DROPPING = (
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
 # Many tensors, named as others are.
 LONG = ("qwen3-235b-a22b-4bit", "qwen3.5-397b-a17b", "cogito-v2-671b-4bit", "kimi-k2-4bit")
-LONG += ("qwen3.5-122b-a10b-4bit", "laguna-s-2.1-4bit", "deepseek-v3")
+LONG += ("qwen3.5-122b-a10b-4bit", "laguna-s-2.1-4bit", "deepseek-v3", "gpt-oss-120b")
 ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
 ALIKE += ("deepseek-v3.2", "glm-5.2-fp8")
 # Tens of thousands of tensors, one for each expert, as qwen3-30b-a3b and, in 8-bit floats,

@@ -671,6 +671,7 @@ def test_all_items_of_responses_are_read(shown):
                 assert found[-2]["role"] == "tool"
 
 
+@pytest.mark.slow
 def test_all_blocks_of_anthropic_are_read(shown):
     pytest.importorskip("anthropic")
     from anthropic.types import MessageParam, ToolResultBlockParam

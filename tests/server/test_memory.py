@@ -93,6 +93,7 @@ def pressed(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("look", [0.05, pytest.param(elastic.LOOK_SECONDS, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_idle_server_shrinks_within_two_seconds_and_grows_back(
     pressed, monkeypatch, caplog, look
 ):

@@ -98,6 +98,7 @@ def model_on_an_m1(name: str, folder: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "qwen3.5-35b-a3b")) for n in LAYERS]
 )
+@pytest.mark.slow
 def test_timing_takes_a_fifth_of_a_first_run_at_most(name, tmp_path):
     with model_on_an_m1(name, tmp_path) as cost:
         for tokens in PROMPTS:

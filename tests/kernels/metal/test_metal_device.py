@@ -179,6 +179,7 @@ def logits_of(model):
 
 @by_default("deepseek-tiny")
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.slow
 def test_checked_kernels_say_what_references_say(run, tmp_path):
     directory, options, _ = run
 

@@ -222,6 +222,7 @@ def test_commands_without_a_model(home):
 
 
 @rehearses("plan", "models")
+@pytest.mark.slow
 def test_estimates_know_the_chip(home):
     found = json.loads(on_mac(home, "plan", str(BUNDLED_MODEL), "--json").stdout)
     assert "Apple M1" in json.dumps(found)
