@@ -27,7 +27,7 @@ class CallPart:
 
     name, id: On the first part. Parsers give the model's id, or None.
     arguments: Further JSON text of an object; the first part has its first brace at least.
-    whole: On the last part. What has no such part is no call.
+    whole: True on the last part. Parts that end without it are not a call.
     index: Number of the call in the reply, from 0; parsers leave it at 0.
     """
 
@@ -67,8 +67,8 @@ class Reader:
     """The text of a reply behind the begin of calls, as a parser reads it.
 
     Its methods wait (yield) while the text is too short, and raise ValueError once nothing that
-    may follow can be what they look for. text: All that there is; it grows. at: Place up to which
-    it is read. begun: A mark or a brace of a call was read. ended: The model ended the reply
+    may follow can be what they look for. text: All that there is; it grows. at: Index of the next
+    character to read. begun: A mark or a brace of a call was read. ended: The model ended the reply
     itself, so no more text comes.
     """
 
