@@ -19,10 +19,6 @@ TRIALS = (
 # Characters of a token. It is written as often as its id comes.
 MOST_TOKEN = 1024
 
-# Characters from which a text is encoded as a batch of one, which lets other threads run; a text of
-# 200,000 tokens would stop them for a second. Short ones need no pool of threads.
-LONG = 1 << 14
-
 
 class Backend(Protocol):
     """The library's part of a :class:`~mlx_moeflux.tokenizer.Tokenizer`."""
@@ -68,8 +64,8 @@ class BytePairs:
 
     def encode(self, text: str, special: bool) -> list[int]:
         try:
-            if len(text) < LONG:
-                return self.backend.encode(text, add_special_tokens=special).ids
+            # Of a batch the library lets other threads run: a text of 200,000 tokens would stop
+            # them for a second.
             return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except BaseException as error:  # noqa: BLE001
             raise _translated(error) from None

@@ -311,7 +311,7 @@ def test_a_text_on_which_the_library_fails(directory):
     tokenizer = load_tokenizer(directory)
 
     class Failing:
-        def encode(self, *_, **__):
+        def encode_batch_fast(self, *_, **__):
             raise RuntimeError("no way")
 
     tokenizer._backend.backend = Failing()
