@@ -35,12 +35,13 @@ def main() -> None:
         return
     print(f"{mx.device_info().get('device_name', '?')}, MLX {mx.__version__}")
     print(f"{'operation':20} {'tokens':>6} {'implementation':16} {'call':>10} {'kernels':>10}")
-    kinds = [(record, kind) for record in OPERATIONS.values() for kind in record.workloads]
+    kinds = [(record, kind) for record in OPERATIONS.values() for kind in record.proof.workloads]
     for record, kind in kinds:
         if args.only not in (called := row_name(record.name, kind)):
             continue
         for tokens in args.tokens:
-            rotated = [record.workload(kind, LARGE, tokens, mx.bfloat16) for _ in range(DIFFERENT)]
+            build = record.proof.workload
+            rotated = [build(kind, LARGE, tokens, mx.bfloat16) for _ in range(DIFFERENT)]
             for name, implementation in record.implementations.items():
                 times = measured(implementation, rotated)
                 print(f"{called:20} {tokens:6} {name:16} {times}", flush=True)

@@ -40,7 +40,7 @@ def my_add_shared(
 
 def main() -> None:
     operation = OPERATIONS["add_shared"]
-    args, options = operation.example_call()
+    args, options = operation.proof.example_call()
     expected = operation.reference(*args, **options)
     difference = mx.abs(my_add_shared(*args, **options) - expected).max().item()
     print(f"difference from the reference: {difference:.1e}")

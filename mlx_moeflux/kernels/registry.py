@@ -598,7 +598,7 @@ def _check_callable(operation: Operation, given: Callable[..., Any], values: boo
     """Run `given` and the reference on small cases; shapes, dtypes and, with `values`, numbers must
     agree."""
     reference, name = operation.reference, operation.name
-    for what, case in operation.small_cases():
+    for what, case in operation.proof.small_cases():
         args, kwargs = case
         expected = reference(*args, **kwargs)
         mx.eval(expected)
@@ -616,7 +616,7 @@ def _check_callable(operation: Operation, given: Callable[..., Any], values: boo
         described, wanted = describe(actual), describe(expected)
         if described != wanted:
             raise ShapeError(f"the given '{name}' returns {described} ({what}), expected {wanted}.")
-        compared = (operation.without_unread(case, value) for value in (actual, expected))
+        compared = (operation.proof.without_unread(case, value) for value in (actual, expected))
         error, limit = trials.largest_error(*compared), LARGEST_ERROR
         if values and not error <= limit:
             by = f"{error:.2g} of the largest value, more than {limit:g},"

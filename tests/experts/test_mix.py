@@ -214,9 +214,9 @@ def test_steps_and_short_prompts_keep_their_kernels(experts, open_store, stock_p
 def test_experts_in_blocks_keep_their_kernels():
     kernels = choose_kernels()
     kernels.take_stock_for_prompts()
-    args, _ = EXPERT_MIX.example_call(mx.bfloat16, tokens=200, form="q8_0")
+    args, _ = EXPERT_MIX.proof.example_call(mx.bfloat16, tokens=200, form="q8_0")
     assert kernels.expert_mix.implementation(*args) is EXPERT_MIX.others["grouped"]
-    args, _ = EXPERT_MIX.example_call(mx.bfloat16, tokens=200)
+    args, _ = EXPERT_MIX.proof.example_call(mx.bfloat16, tokens=200)
     assert kernels.expert_mix.implementation(*args) is EXPERT_MIX.others["in_tiles"]
     assert "stock MLX for prompts" in kernels.names()["expert_mix"]
     kernels.take_stock_for_prompts(False)

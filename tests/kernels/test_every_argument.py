@@ -77,7 +77,7 @@ def calls(operation: str, dtype: mx.Dtype, implementation: str, pairs: bool):
     every = list(changes(operation))
     several = combinations(every, 2) if pairs else ()
     for chosen in [(), *combinations(every, 1), *several, tuple(every)]:
-        args, kwargs = OPERATIONS[operation].example_call(dtype)
+        args, kwargs = OPERATIONS[operation].proof.example_call(dtype)
         if implementation == "blas":
             kwargs.pop("start", None)  # which BLAS refuses
         given = dict(zip(names, args, strict=False)) | kwargs

@@ -19,6 +19,7 @@ from mlx_moeflux.kernels.delta.delta_mixer import delta_mixer
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof, is_prompt
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import failures, stock, trials, verdicts
@@ -81,43 +82,50 @@ def halved(x: mx.array, *, k: int) -> mx.array:
     return x / 2
 
 
-RECORD = {
-    "name": "halved", "reference": halved, "others": {}, "size": None,
+RECORD = {"name": "halved", "reference": halved, "others": {}, "size": None}
+PROOF = {
     "example": lambda s, n, x: ((x(n),), {"k": 1}), "workloads": {"": lambda s, n, x: ((), {})},
 }  # fmt: skip
 
 
 def test_a_record_gives_calls_and_the_reference():
-    record = Operation(**RECORD)
+    record = Operation(**RECORD, proof=Proof(**PROOF))
     assert list(record.implementations) == ["reference"]
-    args, kwargs = record.example_call(mx.bfloat16, tokens=3)
+    args, kwargs = record.proof.example_call(mx.bfloat16, tokens=3)
     assert (args[0].shape, args[0].dtype, kwargs) == ((3,), mx.bfloat16, {"k": 1})
-    assert [what for what, _ in record.small_cases()] == ["several tokens", "one token"]
+    assert [what for what, _ in record.proof.small_cases()] == ["several tokens", "one token"]
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        *[(name, f"argument: '{name}'") for name in RECORD],
+        *[(name, f"argument: '{name}'") for name in (*RECORD, *PROOF, "proof")],
         ({"tokens": {"y": 0}}, "'halved' is wrong: 'y' is no argument"),
-        ({"shrunk": ("y",)}, "'y' is no argument"),
+        ({"proof": {"shrunk": ("y",)}}, "'y' is no argument"),
         ({"others": {"fused": Implementation(lambda x: x)}}, "'fused' takes no 'k'"),
         ({"others": {"reference": Implementation(halved)}}, "another implementation is called"),
         ({"replaces": ("project",)}, "takes no steps"),
         ({"reference": lambda x, *, k, steps=None: x}, "replaces nothing"),
         ({"composed": True}, "replaces nothing and is composed"),
-        ({"by_rows": True}, "rows have no axis"),
-        ({"workloads": {}}, "no workload"),
-        ({"workloads": {"64": RECORD["example"]}}, "kinds have no names"),
+        ({"proof": {"by_rows": True}}, "rows have no axis"),
+        ({"proof": {"apart": True}}, "tokens have no positions"),
+        ({"proof": {"workloads": {}}}, "no workload"),
+        ({"proof": {"workloads": {"64": PROOF["example"]}}}, "kinds have no names"),
+        ({"proof": {"timed": is_prompt}, "equal_rows": False}, "timed and may not be taken"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_incomplete_record_is_an_error(change, fault):
-    given = {n: v for n, v in RECORD.items() if n != change} | (
-        {} if isinstance(change, str) else change
-    )
+    left_out, changed = (change, {}) if isinstance(change, str) else ("", change)
+
+    def declared() -> Operation:
+        given = RECORD | changed
+        proof = PROOF | given.pop("proof", {})
+        given["proof"] = Proof(**{n: v for n, v in proof.items() if n != left_out})
+        return Operation(**{n: v for n, v in given.items() if n != left_out})
+
     with pytest.raises(TypeError, match=fault):
-        Operation(**given)
+        declared()
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -406,7 +414,7 @@ FORMS = [
         marks=[] if (name, form) == ("grouped", "iq4_nl") else [pytest.mark.slow],
     )
     for operation, name in FUSED
-    for form in OPERATIONS[operation].forms
+    for form in OPERATIONS[operation].proof.forms
 ]  # fmt: skip
 
 
@@ -421,10 +429,10 @@ def test_every_form_of_an_example_passes_its_trial(operation, name, form):
 
 
 def test_every_mode_of_blocks_that_a_kernel_reads_is_a_form_of_experts():
-    forms = OPERATIONS["expert_mix"].forms
+    forms = OPERATIONS["expert_mix"].proof.forms
     assert list(forms) == list(BLOCK_MODES)
     for mode in forms:
-        (*_, bank), _ = OPERATIONS["expert_mix"].example_call(mx.bfloat16, form=mode)
+        (*_, bank), _ = OPERATIONS["expert_mix"].proof.example_call(mx.bfloat16, form=mode)
         assert {part.spec.mode for part in (bank.gate, bank.up, bank.down)} == {mode}
 
 
@@ -539,7 +547,7 @@ def test_check_says_which_process_ended_and_how(capsys):
 
 
 def test_examples_have_the_asked_dtype():
-    (logits,), _ = OPERATIONS["softmax_top_k"].example_call(mx.bfloat16)
+    (logits,), _ = OPERATIONS["softmax_top_k"].proof.example_call(mx.bfloat16)
     assert logits.dtype == mx.bfloat16
 
 

@@ -40,12 +40,12 @@ def test_what_decode_calls_between_its_states_joins_rows():
 
 
 def example(operation: str, dtype: mx.Dtype, form: str | None = None):
-    return OPERATIONS[operation].example_call(dtype, tokens=COUNT, form=form)
+    return OPERATIONS[operation].proof.example_call(dtype, tokens=COUNT, form=form)
 
 
 def workload(operation: str, kind: str, sizes: Sizes, dtype: mx.Dtype):
     """A call as models of such sizes make it."""
-    return OPERATIONS[operation].workload(kind, sizes, COUNT, dtype)
+    return OPERATIONS[operation].proof.workload(kind, sizes, COUNT, dtype)
 
 
 def as_rows(operation: str, args: tuple, kwargs: dict) -> tuple[list, dict]:
@@ -113,7 +113,7 @@ def test_joined_by_kernels(operation, name, dtype):
         compare(operation, name, example(operation, dtype))
 
 
-FORMS = [(o, n, f) for o, n in ON_GPUS for f in OPERATIONS[o].forms]
+FORMS = [(o, n, f) for o, n in ON_GPUS for f in OPERATIONS[o].proof.forms]
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_joined_by_kernels_of_blocks(operation, name, form):
 def test_joined_on_a_gpu(operation, name, dtype):
     require_gpu()
     compare(operation, name, example(operation, dtype))
-    for kind, sizes in product(OPERATIONS[operation].workloads, (SMALL, LARGE)):
+    for kind, sizes in product(OPERATIONS[operation].proof.workloads, (SMALL, LARGE)):
         compare(operation, name, workload(operation, kind, sizes, dtype))
 
 

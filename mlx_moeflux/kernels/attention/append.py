@@ -19,6 +19,7 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.quantised import FLOATS
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import on_the_device
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
@@ -114,7 +115,5 @@ APPEND_ROW = Operation(
     reference=append_row,
     others={"fused": Implementation(append_row_fused, kernels=(_KERNEL,))},
     size=None,
-    example=_workload,
-    workloads={"": _workload},
-    cases=_cases,
+    proof=Proof(example=_workload, workloads={"": _workload}, cases=_cases),
 )

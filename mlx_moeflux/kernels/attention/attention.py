@@ -42,6 +42,7 @@ from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, backend
 from mlx_moeflux.kernels.runtime.pieces import pieces
@@ -624,17 +625,19 @@ SDPA = Operation(
     size=slice(2, 3),
     kind=lambda q, *others: str(q.shape[-1]),
     tokens={"q": 2, "gate": 1},
-    positions={"k": 2, "v": 2},
-    apart=True,
     rows=("q", "gate", "length"),
-    timed=is_timed,
-    example=_example,
-    workloads={
-        "": lambda s, n, x: call_of_size(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),
-        "64": lambda s, n, x: call_of_size(s, n, x, 64, 64, 2 * s.Hq, s.Hq // 2),
-        "128": lambda s, n, x: call_of_size(s, n, x, 128, 128, 2 * s.Hq, 2 * s.Hkv),
-        "192": lambda s, n, x: call_of_size(s, n, x, 192, 128, s.heads, s.heads),
-    },
-    cases=_cases,
-    unread=_without_padding,
+    proof=Proof(
+        example=_example,
+        workloads={
+            "": lambda s, n, x: call_of_size(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),
+            "64": lambda s, n, x: call_of_size(s, n, x, 64, 64, 2 * s.Hq, s.Hq // 2),
+            "128": lambda s, n, x: call_of_size(s, n, x, 128, 128, 2 * s.Hq, 2 * s.Hkv),
+            "192": lambda s, n, x: call_of_size(s, n, x, 192, 128, s.heads, s.heads),
+        },
+        cases=_cases,
+        unread=_without_padding,
+        positions={"k": 2, "v": 2},
+        apart=True,
+        timed=is_timed,
+    ),
 )

@@ -28,6 +28,7 @@ from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 # Threads of a launch; products of a lane; bytes of threadgroup memory for queries.
@@ -177,7 +178,5 @@ CHOOSE_BLOCKS = Operation(
     others={"fused": Implementation(choose_blocks_fused, kernels=(_SCORES, _CHOICE))},
     size=slice(2, 3),
     tokens={"q": 2, "complete": 1},
-    chooses=True,
-    example=_example,
-    workloads={"": _workload},
+    proof=Proof(example=_example, workloads={"": _workload}, chooses=True),
 )

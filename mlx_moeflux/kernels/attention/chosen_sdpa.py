@@ -29,6 +29,7 @@ from mlx_moeflux.kernels.attention.attention import (
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 
 
 class References:
@@ -126,6 +127,5 @@ CHOSEN_SDPA = Operation(
     others={"fused": Implementation(chosen_sdpa_fused, kernels=SHARED)},
     size=slice(0, 1),
     replaces=("sdpa",),
-    example=_example,
-    workloads={"": _workload},
+    proof=Proof(example=_example, workloads={"": _workload}),
 )

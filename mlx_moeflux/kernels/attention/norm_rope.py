@@ -24,6 +24,7 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import equal, filled, on_the_device
 from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel
 
@@ -208,8 +209,10 @@ NORM_ROPE = Operation(
     size=slice(1, 2),
     tokens=dict.fromkeys(("q", "k", "v"), 1),
     rows=("q", "k", "v", "offset"),
-    timed=lambda q, *others, **options: q.shape[1] > 1,
-    shrunk=("q", "k"),
-    example=_example,
-    workloads={"": _workload},
+    proof=Proof(
+        example=_example,
+        workloads={"": _workload},
+        shrunk=("q", "k"),
+        timed=lambda q, *others, **options: q.shape[1] > 1,
+    ),
 )

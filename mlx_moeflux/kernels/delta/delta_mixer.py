@@ -64,6 +64,7 @@ from mlx_moeflux.kernels.delta.gated_delta import (
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel, float_bits
@@ -683,6 +684,5 @@ DELTA_MIXER = Operation(
     size=slice(1, 2),
     tokens=dict.fromkeys(("qkv", "z", "a", "b", "mask"), 1),
     replaces=("gated_delta",),
-    example=_workload,
-    workloads={"": _workload},
+    proof=Proof(example=_workload, workloads={"": _workload}),
 )

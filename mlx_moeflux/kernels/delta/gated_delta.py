@@ -40,6 +40,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
@@ -450,6 +451,5 @@ GATED_DELTA = Operation(
     },
     size=slice(1, 2),
     tokens=dict.fromkeys(("q", "k", "v", "log_decay", "beta", "mask"), 1),
-    example=_workload,
-    workloads={"": _workload},
+    proof=Proof(example=_workload, workloads={"": _workload}),
 )

@@ -25,7 +25,8 @@ from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import matvec, small_batch
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.operation import Builder, Implementation, Operation
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Builder, Proof
 
 # Bytes of a matrix that are dense at a time, in rows that are a multiple of this: where a result's
 # rows do not begin at multiples of 16 bytes, cuBLAS takes a kernel of a third of the speed.
@@ -186,10 +187,12 @@ PROJECT = Operation(
     },
     size=slice(None, -1),
     tokens={"x": -2, "residual": -2},
-    by_rows=True,
-    shrunk=("x", "residual"),
     kind=_kind,
-    example=_example,
-    forms={mode: _in_blocks(mode) for mode in BLOCK_MODES},
-    workloads={"": _workload, BLOCKS: _blocks_workload},
+    proof=Proof(
+        example=_example,
+        workloads={"": _workload, BLOCKS: _blocks_workload},
+        forms={mode: _in_blocks(mode) for mode in BLOCK_MODES},
+        by_rows=True,
+        shrunk=("x", "residual"),
+    ),
 )

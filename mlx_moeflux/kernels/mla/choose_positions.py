@@ -31,6 +31,7 @@ from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS
 from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import ranges
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_bytes, most_threads
 
@@ -199,8 +200,5 @@ CHOOSE_POSITIONS = Operation(
     others={"fused": Implementation(choose_positions_fused, kernels=(_SCORES, _CHOICE))},
     size=slice(2, 3),
     tokens={"queries": 2, "weights": 1},
-    chooses=True,
-    example=_example,
-    workloads={"": _workload},
-    cases=_cases,
+    proof=Proof(example=_example, workloads={"": _workload}, cases=_cases, chooses=True),
 )

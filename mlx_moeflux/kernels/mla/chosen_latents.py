@@ -32,6 +32,7 @@ from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla import latent, latent_token
 from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
 from mlx_moeflux.kernels.runtime.launcher import backend
 
@@ -181,7 +182,5 @@ CHOSEN_LATENT_ATTENTION = Operation(
     },
     size=slice(2, 3),
     replaces=("latent_attention", "head_product"),
-    example=_example,
-    example_tokens=3,
-    workloads={"": _workload},
+    proof=Proof(example=_example, example_tokens=3, workloads={"": _workload}),
 )

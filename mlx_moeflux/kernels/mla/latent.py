@@ -63,6 +63,7 @@ from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matr
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import filled
 from mlx_moeflux.kernels.runtime.launcher import (
     MetalKernel,
@@ -797,9 +798,7 @@ LATENT_PREPARE = Operation(
     others={"fused": Implementation(latent_prepare_fused, kernels=(_WHOLE, _TURNED))},
     size=slice(1, 2),
     tokens={"q": 1, "kv": 1},
-    shrunk=("kv",),
-    example=prepare_workload,
-    workloads={"": prepare_workload},
+    proof=Proof(example=prepare_workload, workloads={"": prepare_workload}, shrunk=("kv",)),
 )
 
 
@@ -817,11 +816,13 @@ HEAD_PRODUCT = Operation(
     },
     size=slice(0, 3, 2),
     tokens={"x": 2},
-    by_rows=True,
-    keeps_axes=True,
-    example=_product_workload,
-    example_tokens=1,
-    workloads={"": _product_workload},
+    proof=Proof(
+        example=_product_workload,
+        example_tokens=1,
+        workloads={"": _product_workload},
+        by_rows=True,
+        keeps_axes=True,
+    ),
 )
 
 
@@ -849,10 +850,12 @@ LATENT_ATTENTION = Operation(
     },
     size=slice(2, 3),
     tokens={"q_latent": 2, "q_rotary": 2},
-    positions={"latents": 2, "rotary_keys": 2},
-    apart=True,
-    example=_attention_workload,
-    workloads={"": _attention_workload},
+    proof=Proof(
+        example=_attention_workload,
+        workloads={"": _attention_workload},
+        positions={"latents": 2, "rotary_keys": 2},
+        apart=True,
+    ),
 )
 
 
@@ -873,7 +876,9 @@ LATENT_PREFILL = Operation(
     others={"expanded": Implementation(latent_prefill_expanded, kernels=SDPA_KERNELS)},
     size=slice(1, 2),
     tokens={"q": 1, "q_rotary": 2},
-    positions={"latents": 2, "rotary_keys": 2},
-    example=_prefill_workload,
-    workloads={"": _prefill_workload},
+    proof=Proof(
+        example=_prefill_workload,
+        workloads={"": _prefill_workload},
+        positions={"latents": 2, "rotary_keys": 2},
+    ),
 )

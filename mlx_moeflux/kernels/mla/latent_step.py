@@ -31,6 +31,7 @@ from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matr
 from mlx_moeflux.kernels.mla import latent
 from mlx_moeflux.kernels.mla.latent import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import filled, on_the_device
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
@@ -221,9 +222,7 @@ LATENT_STEP = Operation(
     reference=latent_step,
     others={"fused": Implementation(latent_step_fused, kernels=(_KERNEL,))},
     size=None,
-    shrunk=("kv",),
     replaces=("latent_prepare", "append_row", "head_product"),
     composed=True,
-    example=_workload,
-    workloads={"": _workload},
+    proof=Proof(example=_workload, workloads={"": _workload}, shrunk=("kv",)),
 )

@@ -38,6 +38,7 @@ from mlx_moeflux.kernels.linear.small_batch import (
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_combine
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launch_args import filled
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_bytes, most_threads
@@ -320,11 +321,13 @@ ADD_SHARED = Operation(
     },
     size=slice(None, -1),
     tokens=dict.fromkeys(("residual", "experts", "gate", "up", "score"), -2),
-    by_rows=True,
-    shrunk=("residual", "experts"),
     replaces=("moe_combine",),
     kind=_kind,
-    example=_workload,
-    example_tokens=3,
-    workloads={"": _workload, BLOCKS: _blocks_workload},
+    proof=Proof(
+        example=_workload,
+        example_tokens=3,
+        workloads={"": _workload, BLOCKS: _blocks_workload},
+        by_rows=True,
+        shrunk=("residual", "experts"),
+    ),
 )

@@ -38,7 +38,8 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     expert_ffn,
 )
 from mlx_moeflux.kernels.moe.expert_pairs import checked, pair_bytes, readable
-from mlx_moeflux.kernels.operation import Builder, Implementation, Operation
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Builder, Proof
 
 ABSENT = 0xFFFFFFFF
 
@@ -180,13 +181,15 @@ EXPERT_MIX = Operation(
     },
     size=slice(0, 1),
     tokens=dict.fromkeys(("x", "slots", "weights", "initial"), 0),
-    by_rows=True,
     equal_rows=False,
-    # Of experts in blocks, which the reference computes in float32, tiles round weights, inner
-    # values and results to 16 bits: 0.6 of a unit in the last place, root mean square.
-    floor=2.5,
-    example=_example,
-    example_tokens=examples.N,
-    forms={mode: _in_blocks(mode) for mode in BLOCK_MODES},
-    workloads={"": call_of_size},
+    proof=Proof(
+        example=_example,
+        example_tokens=examples.N,
+        workloads={"": call_of_size},
+        forms={mode: _in_blocks(mode) for mode in BLOCK_MODES},
+        by_rows=True,
+        # Of experts in blocks, which the reference computes in float32, tiles round weights, inner
+        # values and results to 16 bits: 0.6 of a unit in the last place, root mean square.
+        floor=2.5,
+    ),
 )

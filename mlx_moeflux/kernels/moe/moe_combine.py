@@ -16,7 +16,8 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.operation import Implementation, Operation, is_prompt
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof, is_prompt
 from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
@@ -94,10 +95,12 @@ MOE_COMBINE = Operation(
     others={"fused": Implementation(moe_combine_fused, kernels=(_KERNEL,), joins=True)},
     size=slice(0, 1),
     tokens=dict.fromkeys(("residual", "experts", "shared", "score"), 0),
-    by_rows=True,
     reference_joins=True,
-    timed=is_prompt,
-    example=_workload,
-    example_tokens=examples.N,
-    workloads={"": _workload},
+    proof=Proof(
+        example=_workload,
+        example_tokens=examples.N,
+        workloads={"": _workload},
+        by_rows=True,
+        timed=is_prompt,
+    ),
 )

@@ -55,6 +55,7 @@ from mlx_moeflux.kernels.moe import (
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank, add_outputs
 from mlx_moeflux.kernels.moe.expert_pairs import is_wide
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
 Exchange = Callable[[mx.array, mx.array], mx.array]
@@ -463,10 +464,7 @@ MOE_STEP = Operation(
     },
     size=slice(None, -1),
     rows=("x",),
-    shrunk=("x",),
-    chooses=True,
     replaces=("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine"),
     composed=True,
-    example=_example,
-    workloads={"": _workload},
+    proof=Proof(example=_example, workloads={"": _workload}, shrunk=("x",), chooses=True),
 )

@@ -27,7 +27,8 @@ from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.operation import Implementation, Operation, is_prompt
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof, is_prompt
 from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel, float_bits
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
@@ -181,13 +182,15 @@ SOFTMAX_TOP_K = Operation(
     },
     size=slice(0, 1),
     tokens={"logits": 0},
-    by_rows=True,
-    chooses=True,
     reference_joins=True,
-    timed=is_prompt,
-    example=_softmax_workload,
-    example_tokens=examples.N,
-    workloads={"": _softmax_workload},
+    proof=Proof(
+        example=_softmax_workload,
+        example_tokens=examples.N,
+        workloads={"": _softmax_workload},
+        by_rows=True,
+        chooses=True,
+        timed=is_prompt,
+    ),
 )
 
 
@@ -202,11 +205,13 @@ SIGMOID_TOP_K = Operation(
     others={"fused": Implementation(sigmoid_top_k_fused, kernels=(_SIGMOID,), joins=_are_wide)},
     size=slice(0, 1),
     tokens={"logits": 0},
-    by_rows=True,
-    chooses=True,
     reference_joins=True,
-    timed=is_prompt,
-    example=_sigmoid_workload,
-    example_tokens=examples.N,
-    workloads={"": _sigmoid_workload},
+    proof=Proof(
+        example=_sigmoid_workload,
+        example_tokens=examples.N,
+        workloads={"": _sigmoid_workload},
+        by_rows=True,
+        chooses=True,
+        timed=is_prompt,
+    ),
 )

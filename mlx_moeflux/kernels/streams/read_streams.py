@@ -37,6 +37,7 @@ from mlx_moeflux.kernels.linear.matvec import (
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.rounding import rounded
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits, most_threads
 
@@ -273,10 +274,7 @@ READ_STREAMS = Operation(
     },
     size=slice(None, -1),
     tokens={"x": -2},
-    by_rows=True,
-    shrunk=("x",),
     replaces=("project",),
     reference_joins=lambda *args, steps=None, **options: steps is not None,
-    example=_example,
-    workloads={"": _workload},
+    proof=Proof(example=_example, workloads={"": _workload}, by_rows=True, shrunk=("x",)),
 )

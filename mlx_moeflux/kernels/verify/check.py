@@ -40,7 +40,7 @@ def check(dtype: mx.Dtype, operations: Iterable[str]) -> Iterator[Checked]:
 def _on_every_form(record: Operation, function: Function, dtype: mx.Dtype) -> Verdict:
     """Return the first verdict that refuses, which names the form, or that of the largest error."""
     worst = trials.on_example(record, function, dtype)
-    for form in record.forms:
+    for form in record.proof.forms:
         if not worst.ok:
             break
         verdict = trials.on_example(record, function, dtype, form)

@@ -219,7 +219,8 @@ def _stock_is_faster(
 ) -> bool:
     """Return True if stock MLX is right and computes calls of this size faster than `name`, which
     is right: what was chosen, else what their times say."""
-    if operation.timed is None or not operation.timed(*args, **kwargs):
+    timed = operation.proof.timed
+    if timed is None or not timed(*args, **kwargs):
         return False
     sizes, nbytes = _sizes(operation, args, kwargs)
     if nbytes > MOST_TIMED:
@@ -268,7 +269,7 @@ def _rotated(operation: Operation, args: tuple, kwargs: dict[str, Any]) -> list[
     """Return calls with the same numbers, evaluated, each with caches of its own. Other arguments
     of calls that are timed were computed just before, in a model too."""
     call = signature(operation.reference).bind(*args, **kwargs)
-    caches = {name: call.arguments[name] for name in operation.positions}
+    caches = {name: call.arguments[name] for name in operation.proof.positions}
     most = timing.ROTATED // max(1, sum(array.nbytes for array in caches.values()))
     calls: list[Arguments] = []
     for _ in range(min(timing.MANY, most) if caches else 0):
@@ -288,14 +289,15 @@ def _sizes(operation: Operation, args: tuple, kwargs: dict[str, Any]) -> tuple[l
     a factor of two; and the bytes of all arrays. Caches count as far as they are in use: what a
     state has room for depends on where it comes from."""
     call = _signature(operation.reference).bind(*args, **kwargs).arguments
-    found, nbytes, length = [], 0, call.get("length")
+    found, nbytes = [], 0
+    positions, length = operation.proof.positions, call.get("length")
     for name, value in call.items():
         if isinstance(value, str | bool):
             found.append((name, value))
         for array in arrays(value):
             shape = list(array.shape)
-            if name in operation.positions and length is not None:
-                shape[operation.positions[name]] = length
+            if name in positions and length is not None:
+                shape[positions[name]] = length
             nbytes += math.prod(shape) * array.dtype.size
             found.append((name, str(array.dtype), [(n - 1).bit_length() for n in shape]))
     return found, nbytes
@@ -460,7 +462,7 @@ def attempt(
         call.arguments["exchange"] = lambda *given: given[-1]
     call = _cut(operation, function, call)
     dtype = _dtype(call)
-    floor = FLOORS[dtype] * operation.floor
+    floor = FLOORS[dtype] * operation.proof.floor
     least, passed, failed, without_stock = math.inf, 0, 0, 0
     reason = "no finite arguments to try it on"
     for drawn, truth, rows in _draws(operation, call):
@@ -493,7 +495,7 @@ def attempt(
         gross = any(
             e.rms > GROSS * max(_rms_limit(n, floor), _stock_limit(dtype)) for e, n in pairs
         )
-        if failed == FAILURES or (gross and not operation.chooses):
+        if failed == FAILURES or (gross and not operation.proof.chooses):
             break
     if without_stock >= PASSES and not failed:
         return Verdict(True, least)
@@ -699,7 +701,7 @@ def _cut_positions(
 ) -> BoundArguments:
     """Return the call of attention over a cache of MOST_BYTES, or of more if that launches other
     kernels."""
-    axes, length = operation.positions, call.arguments.get("length")
+    axes, length = operation.proof.positions, call.arguments.get("length")
     if not axes or isinstance(call.arguments.get("mask"), mx.array):
         return call
     caches = {name: call.arguments[name] for name in axes}
@@ -757,28 +759,29 @@ def _of_row(operation: Operation, call: BoundArguments, row: int) -> BoundArgume
     index = mx.array([row])
     some = _map_tokens(operation, call, lambda array, axis: mx.take(array, index, axis))
     mask, length = call.arguments.get("mask"), call.arguments.get("length")
-    if not operation.apart or mask is None:
+    if not operation.proof.apart or mask is None:
         return some
     if isinstance(mask, mx.array):
         some.arguments["mask"] = mx.take(mask, index, 2)
         return some
-    length = _extent(call, operation.positions) if length is None else length
+    length = _extent(call, operation.proof.positions) if length is None else length
     some.arguments["length"] = length - (_extent(call, operation.tokens) - 1 - row)
     return some
 
 
 def _sampled_rows(operation: Operation, call: BoundArguments) -> np.ndarray | None:
     """Return the rows for which the truth is computed, None for all."""
-    if not operation.by_rows and not operation.apart:
+    proof = operation.proof
+    if not proof.by_rows and not proof.apart:
         return None
     given = [call.arguments.get(name) for name in operation.tokens]
     with_rows = [array for array in given if isinstance(array, mx.array)]
-    if operation.apart:
+    if proof.apart:
         total = _extent(call, operation.tokens)
     else:
         total = with_rows[0].shape[-2] if with_rows[0].ndim > 1 else 1
         alike = all(math.prod(a.shape[:-2]) == 1 and a.shape[-2] == total for a in with_rows)
-        if not (alike or operation.keeps_axes):
+        if not (alike or proof.keeps_axes):
             return None
     most = ROWS
     if isinstance(bank := call.arguments.get("bank"), ExpertBank):
@@ -797,7 +800,7 @@ def _drawn(operation: Operation, call: BoundArguments, *, keep: bool) -> BoundAr
     for name, value in sorted(call.arguments.items(), key=lambda item: _bytes(item[1])):
         left -= _bytes(value)
         drawn[name] = _redrawn(value, keep or left < 0)
-    for name in operation.shrunk:
+    for name in operation.proof.shrunk:
         if drawn.get(name) is not None:
             drawn[name] = drawn[name] * SHRINKAGE
     return BoundArguments(call.signature, drawn)  # pyright: ignore[reportArgumentType]
@@ -865,6 +868,6 @@ def on_example(
 ) -> Verdict:
     """Return the verdict of `function` on a small call with every option of the operation, or on
     one of its other forms, for ``check``."""
-    args, kwargs = operation.example_call(dtype, form=form)
+    args, kwargs = operation.proof.example_call(dtype, form=form)
     mx.eval(arrays((args, list(kwargs.values()))))
     return attempt(operation, function, args, kwargs)

@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 # Names of dispatch.json: an operation, or one and a kind of call.
 WORKLOADS = tuple(
-    row_name(name, kind) for name, record in OPERATIONS.items() for kind in record.workloads
+    row_name(name, kind) for name, record in OPERATIONS.items() for kind in record.proof.workloads
 )
 
 
@@ -127,7 +127,7 @@ def _published(name: str) -> Iterator[tuple[int, list[Arguments]]]:
     record = OPERATIONS[operation]
     for tokens in TOKENS[device][: 1 if record.size is None else None]:
         number = 8 if tokens <= 64 else 2
-        calls = [record.workload(kind, sizes, tokens, dtype) for _ in range(number)]
+        calls = [record.proof.workload(kind, sizes, tokens, dtype) for _ in range(number)]
         mx.eval(arrays([[args, list(kwargs.values())] for args, kwargs in calls]))
         yield tokens, calls
 

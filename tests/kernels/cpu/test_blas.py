@@ -47,7 +47,7 @@ def test_these_have_one():
 
 def example(operation):
     """The arguments of an operation's example that BLAS takes."""
-    args, kwargs = OPERATIONS[operation].example_call()
+    args, kwargs = OPERATIONS[operation].proof.example_call()
     kwargs.pop("start", None)
     return args, kwargs
 
@@ -375,7 +375,7 @@ def test_attention_over_what_is_padded_goes_to_the_reference(refused):
 
 
 def test_a_mixer_takes_all_projections_in_one_array():
-    (qkv, *rest), kwargs = OPERATIONS["delta_mixer"].example_call()
+    (qkv, *rest), kwargs = OPERATIONS["delta_mixer"].proof.example_call()
     joined = mx.concatenate([qkv, *rest], axis=-1)
     apart = IMPLEMENTATIONS["delta_mixer"]["blas"](qkv, *rest, **kwargs)
     together = IMPLEMENTATIONS["delta_mixer"]["blas"](joined, None, None, None, **kwargs)
@@ -383,7 +383,7 @@ def test_a_mixer_takes_all_projections_in_one_array():
 
 
 def test_a_delta_rule_that_was_chosen_is_taken():
-    args, kwargs = OPERATIONS["delta_mixer"].example_call()
+    args, kwargs = OPERATIONS["delta_mixer"].proof.example_call()
     calls = []
 
     def rule(*args, **kwargs):

@@ -11,15 +11,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels import operation as operation_record
 from mlx_moeflux.kernels.examples import TINY
 from mlx_moeflux.kernels.moe import router
+from mlx_moeflux.kernels.proof import STEP_ROWS
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.kernels.verify import timing, trials, verdicts
 from tests.kernels.verify.clock import Clock
 from tests.kernels.verify.first_use import LOGITS, another_process, stand_in
 
-FIVE = mx.concatenate([LOGITS, LOGITS])[: operation_record.STEP_ROWS + 1]
+FIVE = mx.concatenate([LOGITS, LOGITS])[: STEP_ROWS + 1]
 FASTER, SLOWER = 1e-5, 2e-5
 
 
@@ -193,7 +193,7 @@ def test_a_traced_step_is_timed_outside_of_its_trace(calls, monkeypatch):
 
 
 def test_caches_take_turns_with_copies(monkeypatch):
-    args, kwargs = OPERATIONS["sdpa"].workload("", TINY, 40, mx.bfloat16)
+    args, kwargs = OPERATIONS["sdpa"].proof.workload("", TINY, 40, mx.bfloat16)
     monkeypatch.setattr(timing, "ROTATED", 5 * sum(array.nbytes for array in args[1:]))
     calls = trials._rotated(OPERATIONS["sdpa"], args, kwargs)
     assert len(calls) == 5
@@ -218,14 +218,17 @@ def test_a_choice_depends_on_the_length_in_use():
     assert all(found != sizes(600, 768)[0] for found, _ in others)
 
 
-@pytest.mark.parametrize("name", [name for name, record in OPERATIONS.items() if record.timed])
+TIMED = [name for name, record in OPERATIONS.items() if record.proof.timed]
+
+
+@pytest.mark.parametrize("name", TIMED)
 def test_no_fused_step_computes_what_is_timed(name):
     """On Metal, by the table in the package."""
     record = OPERATIONS[name]
-    few = 1 if name in ("sdpa", "norm_rope") else operation_record.STEP_ROWS
+    few = 1 if name in ("sdpa", "norm_rope") else STEP_ROWS
     for tokens in range(1, 40):
-        args, kwargs = record.workload("", TINY, tokens, mx.float32)
-        assert record.timed(*args, **kwargs) is (tokens > few)
+        args, kwargs = record.proof.workload("", TINY, tokens, mx.float32)
+        assert record.proof.timed(*args, **kwargs) is (tokens > few)
     for fused, other in OPERATIONS.items():
         if name in other.replaces and few > 1:
             assert dispatch.pick(dispatch.rows(fused, "metal"), few + 1) == "reference"
@@ -233,7 +236,7 @@ def test_no_fused_step_computes_what_is_timed(name):
 
 def test_stock_attention_with_many_scores_is_not_timed():
     q, k = mx.zeros((1, 16, 2048, 256), mx.bfloat16), mx.zeros((1, 2, 4096, 256), mx.bfloat16)
-    timed = functools.partial(OPERATIONS["sdpa"].timed, q, k, k, scale=1.0, mask="causal")
+    timed = functools.partial(OPERATIONS["sdpa"].proof.timed, q, k, k, scale=1.0, mask="causal")
     assert timed(length=2048)
     assert not timed(length=2049)
     assert not timed(length=None)

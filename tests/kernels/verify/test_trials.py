@@ -379,7 +379,7 @@ def test_a_traced_step_is_tried_with_what_it_launches(monkeypatch):
     """A packed bank is one buffer outside a trace and several arrays in it: two variants."""
     rows = {"expert_mix": {"metal": (dispatch.Row("pairs", 1),)}}
     monkeypatch.setattr(dispatch, "table", lambda: rows)
-    (x, slots, weights, bank), _ = OPERATIONS["expert_mix"].workload("", TINY, 1, mx.bfloat16)
+    (x, slots, weights, bank), _ = OPERATIONS["expert_mix"].proof.workload("", TINY, 1, mx.bfloat16)
     packing, kernels, runs = Packing.of(bank.flat), Kernels(), []
 
     def step(*arrays):
@@ -397,7 +397,7 @@ def test_a_traced_step_is_tried_with_what_it_launches(monkeypatch):
 
 
 def test_prompts_are_cut_and_the_truth_has_few_rows():
-    args, kwargs = OPERATIONS["expert_mix"].workload("", TINY, 300, mx.bfloat16)
+    args, kwargs = OPERATIONS["expert_mix"].proof.workload("", TINY, 300, mx.bfloat16)
     seen = []
 
     def right(x, slots, weights, bank, *, initial=None):
@@ -412,7 +412,7 @@ def test_prompts_are_cut_and_the_truth_has_few_rows():
     "operation", sorted(name for name, record in OPERATIONS.items() if record.tokens)
 )
 def test_prompts_of_every_operation_can_be_cut(operation):
-    args, kwargs = OPERATIONS[operation].example_call(mx.float32, tokens=trials.TOKENS + 40)
+    args, kwargs = OPERATIONS[operation].proof.example_call(mx.float32, tokens=trials.TOKENS + 40)
     call = inspect.signature(reference(operation)).bind(*args, **kwargs)
     cut = trials._cut(OPERATIONS[operation], reference(operation), call)
     name, axis = next(iter(OPERATIONS[operation].tokens.items()))
@@ -435,7 +435,7 @@ def prompts_by_stock(monkeypatch):
     """Kernels, a call whose experts stock MLX computes in tiles, and rows of those products."""
     kernels, rows, product = Kernels(), [], mx.gather_qmm
     kernels.take_stock_for_prompts()
-    args, _ = OPERATIONS["expert_mix"].example_call(mx.float32, tokens=200)
+    args, _ = OPERATIONS["expert_mix"].proof.example_call(mx.float32, tokens=200)
 
     def watched(x, *others, sorted_indices=False, **options):
         if sorted_indices:
@@ -506,11 +506,11 @@ def test_a_trial_at_published_sizes_takes_few_bytes(name, monkeypatch):
         count = copied(cut if rows is None else trials._of_row(operation, cut, int(rows[-1])))
         if count > 5 * trials.MOST_BYTES:
             large.append(f"{operation.name} {launched}: {count} bytes")
-        if operation.positions and not isinstance(call.arguments["mask"], mx.array):
-            caches = [cut.arguments[name] for name in operation.positions]
-            short += caches[0].shape != call.arguments[next(iter(operation.positions))].shape
+        if operation.proof.positions and not isinstance(call.arguments["mask"], mx.array):
+            caches = [cut.arguments[name] for name in operation.proof.positions]
+            short += caches[0].shape != call.arguments[next(iter(operation.proof.positions))].shape
             # How many heads latent_prefill computes together depends on the length.
-            most = trials.MOST_BYTES if operation.apart else math.inf
+            most = trials.MOST_BYTES if operation.proof.apart else math.inf
             if (count := sum(cache.nbytes for cache in caches)) > most:
                 large.append(f"{operation.name} {launched}: a cache of {count} bytes")
         return verdicts.Verdict(True)
@@ -524,18 +524,18 @@ def test_a_trial_at_published_sizes_takes_few_bytes(name, monkeypatch):
     assert short or name in INDEXED
 
 
-ATTENTION = sorted(name for name, record in OPERATIONS.items() if record.positions)
+ATTENTION = sorted(name for name, record in OPERATIONS.items() if record.proof.positions)
 
 
 def bound(operation, args, kwargs):
     return inspect.signature(reference(operation)).bind(*args, **kwargs)
 
 
-@pytest.mark.parametrize("operation", [name for name in ATTENTION if OPERATIONS[name].apart])
+@pytest.mark.parametrize("operation", [name for name in ATTENTION if OPERATIONS[name].proof.apart])
 def test_the_truth_of_some_tokens_of_attention_is_that_of_all(operation):
     record = OPERATIONS[operation]
-    calls = dict(record.small_cases())
-    args, kwargs = record.example_call(mx.float32, tokens=20)
+    calls = dict(record.proof.small_cases())
+    args, kwargs = record.proof.example_call(mx.float32, tokens=20)
     calls |= {"20 tokens": (args, kwargs), "unmasked": (args, kwargs | {"mask": None})}
     if operation == "sdpa":
         calls["whole buffers"] = args, {"scale": 0.1, "mask": "causal"}
@@ -557,11 +557,11 @@ def with_a_long_cache(operation, tokens, *, on_device=False):
     """A call on the first 2,000 of 2,048 positions, two sequences, the second of which has
     padding."""
     sizes = dataclasses.replace(TINY, keys=2000 - tokens, step=48 + tokens, heads=2)
-    build = OPERATIONS[operation].workloads[""]
+    build = OPERATIONS[operation].proof.workloads[""]
     args, kwargs = build(sizes, tokens, normal(mx.float32))
     kwargs["start"] = mx.array([0, 1700])
     if on_device:
-        names = list(OPERATIONS[operation].positions)
+        names = list(OPERATIONS[operation].proof.positions)
         caches = [bound(operation, args, kwargs).arguments[name] for name in names]
         kwargs["tail"] = tuple(normal(mx.float32)(*x.shape[:2], 64, x.shape[3]) for x in caches)
         kwargs["length"] = mx.array([2000, 1990], mx.int32)
@@ -578,11 +578,11 @@ def test_a_trial_has_a_short_cache(operation, tokens, on_device, monkeypatch):
     args, kwargs = with_a_long_cache(operation, tokens, on_device=on_device)
     call = bound(operation, args, kwargs)
     cut = trials._cut(record, reference(operation), call)
-    caches = [cut.arguments[name] for name in record.positions]
+    caches = [cut.arguments[name] for name in record.proof.positions]
     S = caches[0].shape[2]
     assert sum(cache.nbytes for cache in caches) <= most
     assert S % trials.POSITIONS == 0
-    for name, cache in zip(record.positions, caches, strict=True):
+    for name, cache in zip(record.proof.positions, caches, strict=True):
         assert mx.array_equal(cache, call.arguments[name][:, :, :S])
     before, after = kwargs["length"], cut.arguments["length"]
     gone = 2000 - int(mx.array(after).max().item())
@@ -626,33 +626,30 @@ def other_head(q, k, v, options):
 def test_a_fault_of_attention_over_a_long_cache_is_found(fault, tokens, dtype, monkeypatch):
     monkeypatch.setattr(trials, "MOST_BYTES", 1 << 17)
     sizes = dataclasses.replace(TINY, keys=1000, step=24)
-    args, kwargs = OPERATIONS["sdpa"].workload("", sizes, tokens, dtype)
+    args, kwargs = OPERATIONS["sdpa"].proof.workload("", sizes, tokens, dtype)
     assert not trials.attempt(OPERATIONS["sdpa"], unlike(fault), args, kwargs).ok
     assert trials.attempt(OPERATIONS["sdpa"], reference("sdpa"), args, kwargs).ok
 
 
 def test_other_orders_have_the_same_numbers():
     small, large, zeros = mx.random.normal((3, 7)), mx.random.normal((600, 4096)), mx.zeros((2, 9))
-
-    class Record:
-        shrunk = ()
-
+    shrinks_nothing = OPERATIONS["sdpa"]
     call = inspect.signature(lambda small, large, zeros: None).bind(small, large, zeros)
     for _ in range(2):
-        drawn = trials._drawn(Record(), call, keep=False).arguments
+        drawn = trials._drawn(shrinks_nothing, call, keep=False).arguments
         assert sorted(drawn["small"].flatten().tolist()) == sorted(small.flatten().tolist())
         assert not mx.array_equal(drawn["small"], small)
         assert drawn["large"] is large  # more than MOST_BYTES
         assert len(set(drawn["zeros"].flatten().tolist())) > 1
         assert (drawn["zeros"] <= 0).all()
-    kept = trials._drawn(Record(), call, keep=True).arguments
+    kept = trials._drawn(shrinks_nothing, call, keep=True).arguments
     assert kept["small"] is small
     assert not mx.array_equal(kept["zeros"], zeros)
 
 
 def test_a_state_before_the_first_token_is_no_example():
     """Zeros would hide a wrong decay."""
-    args, kwargs = OPERATIONS["gated_delta"].example_call(mx.bfloat16)
+    args, kwargs = OPERATIONS["gated_delta"].proof.example_call(mx.bfloat16)
     kwargs["state"] = mx.zeros_like(kwargs["state"])
     implementation = FAULTS["decay 2 % off"][1]
     assert not trials.attempt(OPERATIONS["gated_delta"], implementation, args, kwargs).ok

@@ -89,7 +89,7 @@ SOME = [
 @pytest.mark.parametrize("name", SOME)
 def test_forms_take_the_workloads(name):
     operation, _, kind = name.partition(" ")
-    args, kwargs = OPERATIONS[operation].workload(kind, TINY, 2, mx.float32)
+    args, kwargs = OPERATIONS[operation].proof.workload(kind, TINY, 2, mx.float32)
     implementations = IMPLEMENTATIONS[name.partition(" ")[0]]
     expected = arrays(implementations["reference"](*args, **kwargs))
     once = {"partly_written": ("h", "order", "out"), "schedules": [("forward", 0)]}
