@@ -57,7 +57,7 @@ from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.operation import REFERENCE, Implementation, Operation, row_name
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.streams.read_streams import READ_STREAMS
-from mlx_moeflux.kernels.verify import failures, trials, verdicts
+from mlx_moeflux.kernels.verify import comparison, failures, trials, verdicts
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
 AUTO = "auto"
@@ -617,7 +617,7 @@ def _check_callable(operation: Operation, given: Callable[..., Any], values: boo
         if described != wanted:
             raise ShapeError(f"the given '{name}' returns {described} ({what}), expected {wanted}.")
         compared = (operation.proof.without_unread(case, value) for value in (actual, expected))
-        error, limit = trials.largest_error(*compared), LARGEST_ERROR
+        error, limit = comparison.largest_error(*compared), LARGEST_ERROR
         if values and not error <= limit:
             by = f"{error:.2g} of the largest value, more than {limit:g},"
             by = by if error < math.inf else "NaN, an infinite number or another integer"

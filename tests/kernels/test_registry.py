@@ -22,7 +22,7 @@ from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.proof import Proof, is_prompt
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import launcher
-from mlx_moeflux.kernels.verify import failures, stock, trials, verdicts
+from mlx_moeflux.kernels.verify import comparison, failures, stock, verdicts
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.harness import emulated, launched
 from tests.kernels.implementations import IMPLEMENTATIONS
@@ -403,7 +403,7 @@ def test_training_takes_references(calls, table):
 @pytest.mark.parametrize(("operation", "name"), FUSED)
 def test_every_kernel_passes_its_trial_on_an_example(operation, name, dtype):
     implementation = IMPLEMENTATIONS[operation][name].function
-    verdict = trials.on_example(OPERATIONS[operation], implementation, dtype)
+    verdict = comparison.on_example(OPERATIONS[operation], implementation, dtype)
     assert verdict.ok, verdict
 
 
@@ -423,7 +423,7 @@ FORMS = [
 def test_every_form_of_an_example_passes_its_trial(operation, name, form):
     implementation = IMPLEMENTATIONS[operation][name].function
     with launched() as names:
-        verdict = trials.on_example(OPERATIONS[operation], implementation, mx.bfloat16, form)
+        verdict = comparison.on_example(OPERATIONS[operation], implementation, mx.bfloat16, form)
     assert verdict.ok, verdict
     assert any("block" in name for name in names)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_moeflux.kernels.operation import REFERENCE, Function, Operation
 from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.runtime import launcher
-from mlx_moeflux.kernels.verify import trials
+from mlx_moeflux.kernels.verify import comparison
 from mlx_moeflux.kernels.verify.verdicts import Verdict
 
 
@@ -39,11 +39,11 @@ def check(dtype: mx.Dtype, operations: Iterable[str]) -> Iterator[Checked]:
 
 def _on_every_form(record: Operation, function: Function, dtype: mx.Dtype) -> Verdict:
     """Return the first verdict that refuses, which names the form, or that of the largest error."""
-    worst = trials.on_example(record, function, dtype)
+    worst = comparison.on_example(record, function, dtype)
     for form in record.proof.forms:
         if not worst.ok:
             break
-        verdict = trials.on_example(record, function, dtype, form)
+        verdict = comparison.on_example(record, function, dtype, form)
         if not verdict.ok:
             worst = replace(verdict, reason=f"{form}: {verdict.reason}")
         elif (verdict.error or 0) > (worst.error or 0):

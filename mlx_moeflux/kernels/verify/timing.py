@@ -116,3 +116,8 @@ def is_quiet(found: Times) -> bool:
 def median(seconds: Sequence[float]) -> float:
     """Return the time of a call, in seconds above zero."""
     return max(statistics.median(seconds), RESOLUTION)
+
+
+def microseconds(seconds: Sequence[float]) -> float:
+    """Return the time of a call in microseconds, with the three digits that are kept."""
+    return float(f"{1e6 * median(seconds):.3g}")

@@ -78,7 +78,7 @@ def rows(found: Mapping[int, timing.Times]) -> list[dict[str, Any]]:
     that before it; at first than the reference."""
     table: list[dict[str, Any]] = []
     for tokens, times in sorted(found.items()):
-        us = {n: float(f"{1e6 * timing.median(each):.3g}") for n, each in sorted(times.items())}
+        us = {n: timing.microseconds(each) for n, each in sorted(times.items())}
         now, best = table[-1]["form"] if table else REFERENCE, min(us, key=us.__getitem__)
         if now in times and not timing.is_faster(times[best], times[now]):
             best = now

@@ -20,7 +20,7 @@ import pytest
 
 from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.operation import REFERENCE
-from mlx_moeflux.kernels.verify import timing, trials, verdicts
+from mlx_moeflux.kernels.verify import choices, timing, trials, verdicts
 from tests.kernels.metal.recording import Recorder
 from tests.kernels.metal.test_device_limits import MODELS, model_of
 from tests.kernels.metal.work import BYTES_RATE, counted
@@ -58,7 +58,7 @@ def model_on_an_m1(name: str, folder: Path) -> Iterator[Any]:
         patch.setattr(verdicts, "is_virtual", lambda: False)
         patch.setattr(trials, "_verdict", lambda *given: verdicts.Verdict(True))
         patch.setattr(trials, "_have_values", lambda value: True)
-        patch.setattr(trials, "_rotated", lambda operation, args, kwargs: [(args, kwargs)])
+        patch.setattr(choices, "rotated", lambda operation, args, kwargs: [(args, kwargs)])
         model = model_of(name, mx.bfloat16, apart=False)
 
         def cost(tokens: int) -> Cost:

@@ -15,7 +15,7 @@ from mlx_moeflux.kernels.examples import TINY
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.proof import STEP_ROWS
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
-from mlx_moeflux.kernels.verify import timing, trials, verdicts
+from mlx_moeflux.kernels.verify import choices, timing, trials, verdicts
 from tests.kernels.verify.clock import Clock
 from tests.kernels.verify.first_use import LOGITS, another_process, stand_in
 
@@ -195,7 +195,7 @@ def test_a_traced_step_is_timed_outside_of_its_trace(calls, monkeypatch):
 def test_caches_take_turns_with_copies(monkeypatch):
     args, kwargs = OPERATIONS["sdpa"].proof.workload("", TINY, 40, mx.bfloat16)
     monkeypatch.setattr(timing, "ROTATED", 5 * sum(array.nbytes for array in args[1:]))
-    calls = trials._rotated(OPERATIONS["sdpa"], args, kwargs)
+    calls = choices.rotated(OPERATIONS["sdpa"], args, kwargs)
     assert len(calls) == 5
     for (q, *caches), options in calls:
         assert q is args[0]
@@ -209,7 +209,7 @@ def test_a_choice_depends_on_the_length_in_use():
     def sizes(length, room, tokens=40, mask="causal"):
         q, k = mx.zeros((1, 4, tokens, 64)), mx.zeros((1, 2, room, 64))
         options = {"scale": 1.0, "mask": mask, "length": length}
-        return trials._sizes(OPERATIONS["sdpa"], (q, k, k), options)
+        return choices.sizes(OPERATIONS["sdpa"], (q, k, k), options)
 
     assert sizes(600, 768) == sizes(600, 4096)
     assert sizes(600, 768)[0] == sizes(1000, 1024, tokens=60)[0]

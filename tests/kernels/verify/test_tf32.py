@@ -14,7 +14,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.kernels.verify import stock, trials
+from mlx_moeflux.kernels.verify import comparison, stock
 from mlx_moeflux.measure import machine_report
 from mlx_moeflux.measure.benchmark import exact
 
@@ -84,10 +84,10 @@ def test_a_trial_of_stock_passes_unless_something_else_is_wrong():
     reference = operation.implementations[REFERENCE].function
     weight = Weight(*mx.quantize(mx.random.normal((32, 64)), group_size=32), QuantSpec(4, 32))
     call = [mx.random.normal((2 * ROWS, 64)), [weight]], {}
-    verdict = trials.attempt(operation, reference, *call)
+    verdict = comparison.attempt(operation, reference, *call)
     assert verdict.ok
-    assert trials.STOCK_LIMITS[mx.float32] < verdict.error < trials.LIMIT_OF_TF32
-    wrong = trials.attempt(operation, lambda x, w: [1.01 * y for y in reference(x, w)], *call)
+    assert comparison.STOCK_LIMITS[mx.float32] < verdict.error < comparison.LIMIT_OF_TF32
+    wrong = comparison.attempt(operation, lambda x, w: [1.01 * y for y in reference(x, w)], *call)
     assert not wrong.ok
 
 

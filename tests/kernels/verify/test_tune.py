@@ -14,7 +14,7 @@ from mlx_moeflux.kernels.examples import Sizes
 from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.verify import timing, tune
-from mlx_moeflux.kernels.verify.trials import largest_error
+from mlx_moeflux.kernels.verify.comparison import largest_error
 from mlx_moeflux.loading import BUNDLED_MODEL, load
 from mlx_moeflux.measure import model_calls
 from tests.kernels.harness import emulated
