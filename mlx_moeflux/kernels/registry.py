@@ -41,12 +41,10 @@ from mlx_moeflux.kernels.delta.gated_delta import GATED_DELTA
 from mlx_moeflux.kernels.linear.project import PROJECT
 from mlx_moeflux.kernels.mla.choose_positions import CHOOSE_POSITIONS
 from mlx_moeflux.kernels.mla.chosen_latents import CHOSEN_LATENT_ATTENTION
-from mlx_moeflux.kernels.mla.latent import (
-    HEAD_PRODUCT,
-    LATENT_ATTENTION,
-    LATENT_PREFILL,
-    LATENT_PREPARE,
-)
+from mlx_moeflux.kernels.mla.head_product import HEAD_PRODUCT
+from mlx_moeflux.kernels.mla.latent_attention import LATENT_ATTENTION
+from mlx_moeflux.kernels.mla.latent_prefill import LATENT_PREFILL
+from mlx_moeflux.kernels.mla.latent_prepare import LATENT_PREPARE
 from mlx_moeflux.kernels.mla.latent_step import LATENT_STEP
 from mlx_moeflux.kernels.moe.add_shared import ADD_SHARED
 from mlx_moeflux.kernels.moe.expert_mix import EXPERT_MIX

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE, VALUES_AT_ONCE
+from mlx_moeflux.kernels.mla.latent_attention import SCORES_AT_ONCE
+from mlx_moeflux.kernels.mla.latent_prefill import VALUES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.deepseek_v3_config import Config

@@ -8,7 +8,7 @@ Checkpoints: DeepSeek-V3.2, V3.2-Exp and V3.2-Speciale in FP8 or bf16, mlx-commu
 
 from __future__ import annotations
 
-from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE
+from mlx_moeflux.kernels.mla.latent_attention import SCORES_AT_ONCE
 from mlx_moeflux.models import deepseek_v3
 from mlx_moeflux.models.deepseek_v32_config import Config
 from mlx_moeflux.models.indexed_mla import IndexedLatentAttention

@@ -5,11 +5,11 @@ Each query sees the ``index_topk`` best of the positions before it and its own, 
 that sees all of them, by plain latent attention. A layer without an indexer takes what the last
 layer with one chose.
 
-A few tokens read the rows that they see
-(:mod:`~mlx_moeflux.kernels.mla.chosen_latents`). The tokens of a prompt hide the others by a mask,
-and as many of them are scored together as :data:`~mlx_moeflux.kernels.mla.latent.SCORES_AT_ONCE`
-allows. A traced step chooses as soon as its buffers have more rows than a query sees: the lengths
-are on the device, and a query with fewer positions sees them all.
+A few tokens read the rows that they see (:mod:`~mlx_moeflux.kernels.mla.chosen_latents`). The
+tokens of a prompt hide the others by a mask, and as many of them are scored together as
+:data:`~mlx_moeflux.kernels.mla.latent_attention.SCORES_AT_ONCE` allows. A traced step chooses as
+soon as its buffers have more rows than a query sees: the lengths are on the device, and a query
+with fewer positions sees them all.
 
 Source: transformers 5.24 `DeepseekV32Indexer`, `GlmMoeDsaAttention`, which take equal scores in the
 order of torch's topk. DeepSeek's own code scores in FP8, after a Hadamard transform.
@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
-from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE
+from mlx_moeflux.kernels.mla.latent_attention import SCORES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import project_normed, weights_of
 from mlx_moeflux.models.mla import LatentAttention, Queries

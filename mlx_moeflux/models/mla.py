@@ -13,7 +13,7 @@ from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.mla.latent import HeadMatrices
+from mlx_moeflux.kernels.mla.head_product import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import ScaledLinear, project_normed, weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
@@ -70,7 +70,7 @@ class Queries(NamedTuple):
 class LatentAttention(Module):
     """Attention whose keys and values are linear maps of one latent per position.
 
-    config: A DeepSeek-V3 config; :mod:`mlx_moeflux.kernels.mla.latent` states the shapes.
+    config: A DeepSeek-V3 config; :mod:`mlx_moeflux.kernels.mla.latent_attention` states the shapes.
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)).

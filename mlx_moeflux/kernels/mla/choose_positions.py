@@ -29,7 +29,7 @@ from mlx_moeflux.kernels.attention.choose_blocks import best_blocks
 from mlx_moeflux.kernels.examples import TINY, Arguments, Normal, Sizes, normal
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS
-from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE
+from mlx_moeflux.kernels.mla.latent_attention import SCORES_AT_ONCE
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import ranges

@@ -5,7 +5,7 @@
 Shapes:
     q_latent: ``[B, H, T, R]``; q_rotary: ``[B, H, T, Dr]``; latents: ``[B, 1, capacity, R]``;
     rotary_keys: ``[B, 1, capacity, Dr]``; length, start, tail, values: see
-    :mod:`mlx_moeflux.kernels.mla.latent`; the T tokens are the last of `length` columns.
+    :mod:`mlx_moeflux.kernels.mla.latent_attention`; the T tokens are the last of `length` columns.
     positions: int32 ``[B, T, k]``, as :mod:`~mlx_moeflux.kernels.mla.choose_positions` gives them:
     of a token with n columns up to its own the first min(k, n) count.
     returns: ``[B, H, T, R]``, with `values` ``[B, H, T, Dv]``, in the dtype of q_latent.
@@ -29,8 +29,14 @@ from mlx_moeflux.kernels.attention.attention import (
     on_demand_of_latents,
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
-from mlx_moeflux.kernels.mla import latent, latent_token
-from mlx_moeflux.kernels.mla.latent import HeadMatrices
+from mlx_moeflux.kernels.mla import latent_token, latent_values
+from mlx_moeflux.kernels.mla.head_product import (
+    HEAD_PRODUCT,
+    HeadMatrices,
+    head_product,
+    head_product_fused,
+)
+from mlx_moeflux.kernels.mla.latent_attention import latent_attention
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
@@ -40,8 +46,8 @@ from mlx_moeflux.kernels.runtime.launcher import backend
 class References:
     """The steps in plain MLX."""
 
-    latent_attention = staticmethod(latent.latent_attention)
-    head_product = staticmethod(latent.head_product)
+    latent_attention = staticmethod(latent_attention)
+    head_product = staticmethod(head_product)
 
 
 def chosen_latent_attention(
@@ -128,14 +134,14 @@ def chosen_latent_attention_fused(
     arrays = *queries, latents, rotary_keys, *(tail or (latents, rotary_keys)), positions
     bounds = ranges(B, S, length, start)
     partial, stats = latent_token.CHOSEN(*arrays, bounds, filled(scale), **launch)
-    if values is not None and latent.takes_values(values, R):
-        y = latent.attend_values(partial, stats, values, q_latent.dtype)
+    if values is not None and latent_values.takes_values(values, R):
+        y = latent_values.attend_values(partial, stats, values, q_latent.dtype)
     else:
         shapes = (B * T, H, 1, R), latents.shape, latents.shape
         call = Call("chosen_latent_attention", *shapes, None, q_latent.dtype, False, Dr)
         (y,) = JOIN(partial, stats, partial, partial, **join_options(call, H, 0))
         y = y.swapaxes(1, 2)
-        y = y if values is None else latent.head_product_fused(y, values)
+        y = y if values is None else head_product_fused(y, values)
     return y if T == 1 else y.reshape(B, T, H, -1).swapaxes(1, 2)
 
 
@@ -175,8 +181,8 @@ CHOSEN_LATENT_ATTENTION = Operation(
             kernels=(
                 latent_token.CHOSEN,
                 JOIN,
-                latent.VALUES_KERNEL,
-                *latent.HEAD_PRODUCT.others["fused"].kernels,
+                latent_values.KERNEL,
+                *HEAD_PRODUCT.others["fused"].kernels,
             ),
         )
     },

@@ -7,7 +7,7 @@ Shapes:
     q: ``[B, 1, H, Dn + Dr]``; kv: ``[B, 1, R + Dr]``; tail: ``[B, 1, rows, R]`` and
     ``[B, 1, rows, Dr]``; matrices ``[R, Dn]`` of each head (transposed: ``[Dn, R]``); norm,
     frequencies, offset, factor, interleaved: see
-    :mod:`mlx_moeflux.kernels.mla.latent`; position: see
+    :mod:`mlx_moeflux.kernels.mla.latent_prepare`; position: see
     :mod:`mlx_moeflux.kernels.attention.append`. returns: q_latent ``[B, H, 1, R]``, rotary ``[B, H,
     1, Dr]``, and the two new tails.
 
@@ -28,8 +28,13 @@ from mlx_moeflux.kernels.attention.append import Pair
 from mlx_moeflux.kernels.attention.norm_rope import offsets
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
-from mlx_moeflux.kernels.mla import latent
-from mlx_moeflux.kernels.mla.latent import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
+from mlx_moeflux.kernels.mla.head_product import (
+    NARROW_SIMDGROUPS,
+    HeadMatrices,
+    head_product,
+    narrow_rows,
+)
+from mlx_moeflux.kernels.mla.latent_prepare import latent_prepare, prepare_workload
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.proof import Proof
 from mlx_moeflux.kernels.runtime.launch_args import filled, on_the_device
@@ -39,8 +44,8 @@ from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 class References:
     """The steps in plain MLX."""
 
-    latent_prepare = staticmethod(latent.latent_prepare)
-    head_product = staticmethod(latent.head_product)
+    latent_prepare = staticmethod(latent_prepare)
+    head_product = staticmethod(head_product)
     append_row = staticmethod(append.append_row)
 
 
@@ -210,7 +215,7 @@ def _launch(
 
 
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
-    arrays, options = latent.prepare_workload(s, 1, x)
+    arrays, options = prepare_workload(s, 1, x)
     tail = x(s.B, 1, s.tail, s.latent), x(s.B, 1, s.tail, s.Dr)
     matrices = HeadMatrices(*examples.quantised(s, x, s.heads, s.latent, s.Dn), s.spec, 0, s.latent)
     position = mx.array([s.tail + 3], dtype=mx.int32)

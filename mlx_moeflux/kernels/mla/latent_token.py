@@ -5,7 +5,7 @@ positions.
     partial = sum 2^(score - top) c_s,  total = sum 2^(score - top)
 
 Shapes: q_latent, q_rotary, latents (c), rotary_keys (r) and tail as in
-:mod:`mlx_moeflux.kernels.mla.latent`; ranges: see
+:mod:`mlx_moeflux.kernels.mla.latent_attention`; ranges: see
 :func:`mlx_moeflux.kernels.runtime.launch_args.ranges`.
     returns: partial ``[B, parts, H, R]`` and stats ``[B, parts, H, 2]`` (tops and totals), float32,
     as ``attend_combine`` and ``attend_values`` take them. Chosen positions: see

@@ -12,11 +12,8 @@ import pytest
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.attention import attention
 from mlx_moeflux.kernels.attention.attention import causal_sdpa, sdpa_fused
-from mlx_moeflux.kernels.mla.latent import (
-    latent_attention,
-    latent_attention_fused,
-    latent_prefill_expanded,
-)
+from mlx_moeflux.kernels.mla.latent_attention import latent_attention, latent_attention_fused
+from mlx_moeflux.kernels.mla.latent_prefill import latent_prefill_expanded
 from mlx_moeflux.kernels.runtime import pieces
 from tests.kernels.harness import (
     Case,

@@ -28,7 +28,8 @@ from mlx_moeflux.kernels.attention.chosen_sdpa import chosen_sdpa_fused
 from mlx_moeflux.kernels.attention.paged_attention import paged_sdpa_fused
 from mlx_moeflux.kernels.linear.matvec import project_fused
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.mla.latent import HeadMatrices, attend_values, takes_values
+from mlx_moeflux.kernels.mla.head_product import HeadMatrices
+from mlx_moeflux.kernels.mla.latent_values import attend_values, takes_values
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused

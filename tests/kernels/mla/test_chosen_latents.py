@@ -14,7 +14,9 @@ from mlx_moeflux.kernels.mla.chosen_latents import (
     chosen_latent_attention,
     chosen_latent_attention_fused,
 )
-from mlx_moeflux.kernels.mla.latent import HeadMatrices, latent_attention, takes_values
+from mlx_moeflux.kernels.mla.head_product import HeadMatrices
+from mlx_moeflux.kernels.mla.latent_attention import latent_attention
+from mlx_moeflux.kernels.mla.latent_values import takes_values
 from tests.kernels.attention.test_attention import naive, truth
 from tests.kernels.experts import dense, random_matrix
 from tests.kernels.harness import Case, error, launched, one_rounding

@@ -11,7 +11,8 @@ import pytest
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.attention.append import append_row_fused
-from mlx_moeflux.kernels.mla.latent import HeadMatrices, head_product_fused, latent_prepare_fused
+from mlx_moeflux.kernels.mla.head_product import HeadMatrices, head_product_fused
+from mlx_moeflux.kernels.mla.latent_prepare import latent_prepare_fused
 from mlx_moeflux.kernels.mla.latent_step import latent_step, latent_step_fused
 from tests.kernels.harness import Case, emulated, usually
 

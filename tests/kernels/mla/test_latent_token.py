@@ -1,5 +1,5 @@
-"""Oracles: numpy in float64, as in test_latent.py; rows of buffer and tail that do not count are
-NaN."""
+"""Oracles: numpy in float64, as in test_latent_attention.py; rows of buffer and tail that do not
+count are NaN."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from mlx_moeflux.kernels.attention import attention
 from mlx_moeflux.kernels.attention.attention import MEMORY, MEMORY_ELSEWHERE, MEMORY_ON_DEMAND
-from mlx_moeflux.kernels.mla import latent as fused
 from mlx_moeflux.kernels.mla import latent_token
+from mlx_moeflux.kernels.mla.latent_attention import latent_attention_fused
 from tests.kernels.harness import emulated, error, patched, require_gpu
-from tests.kernels.mla.test_latent import BF16, F16, F32, Latents
+from tests.kernels.mla.test_latent_attention import BF16, F16, F32, Latents
 
 # dtype, B, H, capacity, R, P, length, rows of the tail, start
 CALLS = [
@@ -79,7 +79,7 @@ def seen():
 def test_agrees_with_float64(device, sizes):
     call = Latents(*sizes)
     for length in (sizes[6], mx.array([sizes[6]], dtype=mx.int32)):
-        y = fused.latent_attention_fused(*call.arrays, **call.options | {"length": length})
+        y = latent_attention_fused(*call.arrays, **call.options | {"length": length})
         # Of one position the naive way has no error; tiles of float32 lose 2^-20 of a product.
         assert error(y, call.wanted) <= max(call.limit, 2**-20 * np.abs(call.wanted).max())
 
@@ -90,7 +90,7 @@ def test_few_positions_agree_with_float64(device, sizes):
     call = Latents(*sizes)
     groups = 4 if sizes == FEW[2] else 132  # parts of several tiles
     with with_memory(FEW=smaller(groups)), seen() as launches:
-        y = fused.latent_attention_fused(*call.arrays, **call.options)
+        y = latent_attention_fused(*call.arrays, **call.options)
     assert [(launch["W"], launch["MT"]) for launch in launches] == [(8, 1)]
     assert error(y, call.wanted) <= call.limit
 
@@ -99,7 +99,7 @@ def test_few_positions_agree_with_float64(device, sizes):
 def test_many_positions_agree_with_float64(device, sizes):
     call = Latents(*sizes)
     with laid_out_for_many(), seen() as launches:
-        y = fused.latent_attention_fused(*call.arrays, **call.options)
+        y = latent_attention_fused(*call.arrays, **call.options)
     assert [launch["MT"] for launch in launches] == [2]
     assert error(y, call.wanted) <= call.limit
 
@@ -114,7 +114,7 @@ def test_deepseeks_heads_on_a_gpu(capacity, length):
     require_gpu()
     call = Latents(BF16, 1, 128, capacity, 512, 64, length, 64)
     with seen() as launches:
-        y = fused.latent_attention_fused(*call.arrays, **call.options)
+        y = latent_attention_fused(*call.arrays, **call.options)
     (launch,) = launches
     if mx.cuda.is_available():
         needed = 160192 if capacity < 4096 else 94336
@@ -140,7 +140,7 @@ def test_with_less_memory(monkeypatch, buffers):
     monkeypatch.setitem(MEMORY, "cuda", limit)
     monkeypatch.setitem(MEMORY_ON_DEMAND, "cuda", 0)
     with emulated(name="cuda"):
-        y = fused.latent_attention_fused(*call.arrays, **call.options)
+        y = latent_attention_fused(*call.arrays, **call.options)
     assert error(y, call.wanted) <= call.limit
 
 

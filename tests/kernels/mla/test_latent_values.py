@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels.mla import latent
-from mlx_moeflux.kernels.mla.latent import (
-    HeadMatrices,
-    head_product,
-    head_product_fused,
-    latent_attention,
-    latent_attention_fused,
-)
+from mlx_moeflux.kernels.mla.head_product import HeadMatrices, head_product, head_product_fused
+from mlx_moeflux.kernels.mla.latent_attention import latent_attention, latent_attention_fused
+from mlx_moeflux.kernels.mla.latent_values import attend_values, takes_values
 from tests.kernels.harness import Case, emulated, error, float64, one_rounding
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
@@ -58,7 +53,7 @@ def arguments(dtype, B, heads, parts, R, out, first, bits, group):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_agrees_with_float64(device, sizes):
     args, joined, wanted = arguments(*sizes)
-    y = latent.attend_values(*args)
+    y = attend_values(*args)
     assert y.dtype == sizes[0]
     # What is joined is rounded once, and the product once.
     limit = one_rounding(wanted, sizes[0]) + 4 * one_rounding(joined, sizes[0])
@@ -85,13 +80,13 @@ def test_attention_goes_on_with_the_same_bits(device, bits):
         assert mx.array_equal(once, head_product_fused(y, own)).item()
         reference = head_product(latent_attention(*arrays, **options), own)
         assert mx.array_equal(latent_attention(*arrays, **options, values=own), reference).item()
-    assert latent.takes_values(values, 128)
+    assert takes_values(values, 128)
 
 
 def case(sizes):
     args, _, wanted = arguments(*sizes)
     limit = 3e-6 * np.abs(wanted).max()
-    return Case(str(sizes), lambda: [latent.attend_values(*args)], lambda: [wanted], limit)
+    return Case(str(sizes), lambda: [attend_values(*args)], lambda: [wanted], limit)
 
 
 EQUIVALENT = {
