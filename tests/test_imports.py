@@ -199,6 +199,14 @@ def test_what_knows_a_back_end_is_found(graph, module):
         assert past_the_seam({**graph, name: {*graph[name], other}}) == [(name, other)]
 
 
+def test_attention_knows_nothing_of_latents(graph):
+    """Latent attention extends attention, which imports nothing of it."""
+    attention, latents = "mlx_moeflux.kernels.attention.", "mlx_moeflux.kernels.mla."
+    imported = {name: own for name, own in graph.items() if name.startswith(attention)}
+    assert f"{attention}plan" in graph[f"{latents}latent_attention"]
+    assert not [name for own in imported.values() for name in own if name.startswith(latents)]
+
+
 def test_imports_under_type_checking_and_in_functions_count(tmp_path, graph):
     file = tmp_path / "user.py"
     file.write_text(

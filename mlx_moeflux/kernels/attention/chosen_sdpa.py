@@ -19,17 +19,19 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention.attention import (
+from mlx_moeflux.kernels.attention.attention import causal_sdpa
+from mlx_moeflux.kernels.attention.plan import (
     SHARED,
-    Call,
-    causal_sdpa,
+    AttentionCall,
     check_dtypes,
     check_tail,
-    run,
+    launch_attention,
+    plan_of,
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.proof import Proof
+from mlx_moeflux.kernels.runtime.launcher import backend
 
 
 class References:
@@ -90,15 +92,19 @@ def chosen_sdpa_fused(
             f"chosen_sdpa: {blocks.dtype} blocks {list(blocks.shape)} do not fit one token each of "
             f"q {list(q.shape)}."
         )
-    call = Call(
-        "chosen_sdpa", q.shape, k.shape, v.shape, None if gate is None else gate.shape[-1], q.dtype,
-        False, tail=0 if tail is None else tail[0].shape[2], page=ratio, chosen=blocks.shape[1],
+    call = AttentionCall(
+        "chosen_sdpa", q.shape, k.shape, v.shape, q.dtype, False,
+        gate=None if gate is None else gate.shape[-1], tail=0 if tail is None else tail[0].shape[2],
     )  # fmt: skip
     check_dtypes("chosen_sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     if tail is not None:
         check_tail(call, *tail)
-    options = {"scale": scale, "length": length, "start": start}
-    return run(call, q, k, v, **options, tail=tail, table=blocks, gate=gate)
+    chosen = blocks.shape[1]
+    plan = plan_of(backend().name, call, seen=chosen * ratio, PAGE=ratio, CHOSEN=True)
+    return launch_attention(
+        plan, (q, q, k, k, v), scale=scale, length=length,
+        start=start, number=chosen, tail=tail, table=blocks, gate=gate,
+    )  # fmt: skip
 
 
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:

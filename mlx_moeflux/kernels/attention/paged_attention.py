@@ -17,17 +17,19 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import examples
-from mlx_moeflux.kernels.attention.attention import (
+from mlx_moeflux.kernels.attention.attention import causal_sdpa
+from mlx_moeflux.kernels.attention.plan import (
     SHARED,
-    Call,
-    causal_sdpa,
+    AttentionCall,
     check_dtypes,
     check_tail,
-    run,
+    launch_attention,
+    plan_of,
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.proof import Proof
+from mlx_moeflux.kernels.runtime.launcher import backend
 
 
 class References:
@@ -83,15 +85,18 @@ def paged_sdpa_fused(
             f"{k.shape[0]} and {v.shape[0]} rows for {q.shape[0]} sequences."
         )
     (_, Hkv, D), Dv = k.shape, v.shape[2]
-    call = Call(
-        "paged_sdpa", q.shape, (B, Hkv, n * page, D), (B, Hkv, n * page, Dv),
-        None if gate is None else gate.shape[-1], q.dtype, False, tail=tail[0].shape[2], page=page,
+    call = AttentionCall(
+        "paged_sdpa", q.shape, (B, Hkv, n * page, D), (B, Hkv, n * page, Dv), q.dtype, False,
+        gate=None if gate is None else gate.shape[-1], tail=tail[0].shape[2],
         sinks=sinks is not None,
     )  # fmt: skip
     check_dtypes("paged_sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     check_tail(call, *tail)
-    options = {"scale": scale, "length": length, "start": start}
-    return run(call, q, k, v, **options, tail=tail, table=table, gate=gate, sinks=sinks)
+    plan = plan_of(backend().name, call, PAGE=page)
+    return launch_attention(
+        plan, (q, q, k, k, v), scale=scale, length=length, start=start,
+        number=n, tail=tail, table=table, gate=gate, sinks=sinks,
+    )  # fmt: skip
 
 
 def _workload(s: Sizes, n: int, x: Normal) -> Arguments:

@@ -19,15 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention.attention import (
-    JOIN,
-    MEMORY,
-    MEMORY_ELSEWHERE,
-    Call,
-    check_dtypes,
-    join_options,
-    on_demand_of_latents,
-)
+from mlx_moeflux.kernels.attention.plan import JOIN, AttentionCall, check_dtypes, join_options
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla import latent_token, latent_values
 from mlx_moeflux.kernels.mla.head_product import (
@@ -121,8 +113,8 @@ def chosen_latent_attention_fused(
         good = good and rows > 0 and S % rows == 0 and [end.shape for end in tail] == ends
     good = good and positions.dtype == mx.int32 and positions.shape == (B, T, positions.shape[-1])
     launch = good and latent_token.launch_of(
-        MEMORY.get(backend().name, MEMORY_ELSEWHERE), on_demand_of_latents(backend().name),
-        q_latent.shape, latents.shape, Dr, rows, q_latent.dtype, positions.shape[2],
+        *latent_token.memory_and_more(backend().name), q_latent.shape, latents.shape, Dr, rows,
+        q_latent.dtype, positions.shape[2],
     )  # fmt: skip
     if not launch:
         raise ShapeError(
@@ -138,7 +130,7 @@ def chosen_latent_attention_fused(
         y = latent_values.attend_values(partial, stats, values, q_latent.dtype)
     else:
         shapes = (B * T, H, 1, R), latents.shape, latents.shape
-        call = Call("chosen_latent_attention", *shapes, None, q_latent.dtype, False, Dr)
+        call = AttentionCall("chosen_latent_attention", *shapes, q_latent.dtype, False)
         (y,) = JOIN(partial, stats, partial, partial, **join_options(call, H, 0))
         y = y.swapaxes(1, 2)
         y = y if values is None else head_product_fused(y, values)

@@ -35,19 +35,25 @@ and puts each head's result through its matrix.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention.attention import (
+from mlx_moeflux.kernels.attention.attention import joined
+from mlx_moeflux.kernels.attention.plan import (
+    ENOUGH_GROUPS,
     SHARED,
-    Call,
+    AttentionCall,
+    AttentionPlan,
     check_dtypes,
+    check_shapes,
     check_tail,
-    joined,
-    plan_of,
-    run,
+    join_options,
+    launch_attention,
+    shared_sizes,
+    tiled_plan,
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla import latent_token, latent_values
@@ -208,23 +214,45 @@ def latent_attention_fused(
         )
     others = {"q_rotary": q_rotary, "latents": latents, "rotary_keys": rotary_keys}
     check_dtypes("latent_attention", q_latent.dtype, others)
-    call = Call(
-        "latent_attention", q_latent.shape, latents.shape, latents.shape, None, q_latent.dtype,
-        mask is not None, P, 0 if tail is None else tail[0].shape[2],
+    call = AttentionCall(
+        "latent_attention", q_latent.shape, latents.shape, latents.shape, q_latent.dtype,
+        mask is not None, beside=P, tail=0 if tail is None else tail[0].shape[2],
     )  # fmt: skip
     if tail is not None:
         check_tail(call, *tail)
-    options = {"scale": scale, "length": length, "start": start, "tail": tail}
-    attend = functools.partial(
-        run, call, q_latent, latents, latents, rotary=(q_rotary, rotary_keys), **options
-    )
-    if values is None:
-        return attend()
-    parts = plan_of(backend().name, call).join is not None
-    if parts and q_latent.shape[2] == 1 and takes_values(values, R):
+    plan, join = _plan(backend().name, call), None
+    if values is not None and plan.join and call.q[2] == 1 and takes_values(values, R):
         join = functools.partial(attend_values, matrices=values, dtype=q_latent.dtype)
-        return attend(join=join)
-    return head_product_fused(attend(), values)
+    ends = tail if tail and plan.kernel is latent_token.KERNEL else (latents,)
+    y = launch_attention(
+        plan, (q_latent, q_rotary, latents, rotary_keys, *ends), scale=scale, length=length,
+        start=start, tail=tail, join=join,
+    )  # fmt: skip
+    return y if values is None or join is not None else head_product_fused(y, values)
+
+
+# Row tiles, simdgroups and keys of a tile of all heads, the best first. So many rows fill a GPU by
+# blocks of 64; only CUDA gives a lane the registers.
+TILES, TILES_OF_MANY = ((1, 4, 32), (2, 8, 16), (1, 4, 16)), ((4, 8, 16),)
+MANY_ROWS = 64 * ENOUGH_GROUPS
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(backend_name: str, call: AttentionCall) -> AttentionPlan:
+    """Checks shapes and lays a launch out, once for each."""
+    check_shapes(call)
+    H, memory = call.q[1], latent_token.memory_and_more(backend_name)
+    token = latent_token.launch_of(*memory, call.q, call.k, call.beside, call.tail, call.dtype)
+    if token is not None:
+        return AttentionPlan(call, latent_token.KERNEL, token, join_options(call, H, 0))
+    many = H * (call.tokens or call.q[2]) >= MANY_ROWS and backend_name == "cuda"
+    tiles = (*TILES_OF_MANY, *TILES) if many else TILES
+    # Values are the first columns of the keys.
+    sizes = shared_sizes(backend_name, call, tiles=tiles, layouts=(2,), pack=H)
+    plan = tiled_plan(call, "shared", sizes, call.k[2])
+    # A block has rows of several heads, and no piece has whole blocks.
+    unit = 1 if plan.join is None else call.q[2]
+    return replace(plan, replan=functools.partial(_plan, backend_name), unit=unit)
 
 
 def attention_workload(s: Sizes, n: int, x: Normal) -> Arguments:

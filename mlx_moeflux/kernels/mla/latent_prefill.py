@@ -20,12 +20,12 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention.attention import (
+from mlx_moeflux.kernels.attention.plan import (
     SDPA_KERNELS,
-    Call,
+    AttentionCall,
     check_dtypes,
+    launch_attention,
     plan_of,
-    run,
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla.latent_attention import (
@@ -125,15 +125,16 @@ def latent_prefill_expanded(
         k, v = expand(rows, own.start, own.stop)
         tensors = {"q_rotary": q_rotary, "keys": k, "rotary_keys": rotary, "values": v}
         check_dtypes("latent_prefill", q.dtype, tensors)
-        queries, turned = q, (q_rotary[:, own], rotary)
-        call = Call(
-            "latent_prefill", (B, own.stop - first, T, D - Dr), k.shape, v.shape, None, q.dtype,
-            mask is not None, Dr, expanded=True, q_heads=H,
+        call = AttentionCall(
+            "latent_prefill", (B, own.stop - first, T, D - Dr), k.shape, v.shape, q.dtype,
+            mask is not None, beside=Dr,
         )  # fmt: skip
-        if "QH" not in plan_of(backend().name, call).options["template"]:
-            call = call._replace(q_heads=0)
-            queries = q[:, :, own, : D - Dr].swapaxes(1, 2)
-        parts.append(run(call, queries, k, v, **options, rotary=turned, first_head=first))
+        plan = plan_of(backend().name, call, QH=H)
+        # attend_rows takes queries as their projection gives them.
+        lying = "QH" in plan.options["template"]
+        queries = q if lying else q[:, :, own, : D - Dr].swapaxes(1, 2)
+        arrays, number = (queries, q_rotary[:, own], k, rotary, v), first if lying else None
+        parts.append(launch_attention(plan, arrays, number=number, **options))
         if heads < H:
             # Else MLX makes the keys and values of many heads before it needs them.
             mx.eval(parts[-1])

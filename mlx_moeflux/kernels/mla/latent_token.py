@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.kernels.attention.plan import MEMORY_ON_DEMAND, memory_of
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 
@@ -44,6 +45,8 @@ FEW = Layout(1, 8, 2, 64, 132)
 MANY = Layout(2, 8, 4, 32, 132)
 # From this capacity on there are many; positions that a threadgroup should see at least.
 MANY_POSITIONS, LEAST_KEYS = 4096, 64
+# By GPU, more threadgroup memory on demand for these kernels, which alone were measured with it.
+MORE_ON_DEMAND = {"sm_90": 227 * 1024}
 
 
 def _memory(template: Mapping[str, Any]) -> int:
@@ -78,6 +81,15 @@ def _kernel(name: str, *, chosen: bool) -> MetalKernel:
 
 KERNEL = _kernel("attend_latents", chosen=False)
 CHOSEN = _kernel("attend_chosen_latents", chosen=True)
+
+
+def memory_and_more(backend_name: str) -> tuple[int, int]:
+    """Bytes of threadgroup memory that ``attend_latents`` may declare, and ask for on demand."""
+    on_demand = MEMORY_ON_DEMAND.get(backend_name, 0)
+    if on_demand and mx.cuda.is_available():
+        architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
+        on_demand = max(on_demand, MORE_ON_DEMAND.get(architecture, 0))
+    return memory_of(backend_name), on_demand
 
 
 @functools.lru_cache(maxsize=1024)

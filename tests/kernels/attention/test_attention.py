@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention import attention
+from mlx_moeflux.kernels.attention import plan
 from mlx_moeflux.kernels.attention.attention import causal_sdpa, sdpa_fused
+from mlx_moeflux.kernels.attention.plan import AttentionCall, plan_of
 from mlx_moeflux.kernels.mla.latent_attention import latent_attention, latent_attention_fused
 from mlx_moeflux.kernels.mla.latent_prefill import latent_prefill_expanded
 from mlx_moeflux.kernels.runtime import pieces
@@ -164,7 +165,7 @@ class Attended:
 
 def constants(**patches):
     """Other values of those that launches are laid out by."""
-    return patched(attention, attention.plan_of, **patches)
+    return patched(plan, plan_of, **patches)
 
 
 # Simdgroups take two tiles of rows each, and all keys.
@@ -357,13 +358,13 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sdpa(shape, tiles, monkeypatch):
     # The emulator has Metal's memory; CUDA's implementations are the same at smaller tiles.
-    monkeypatch.setitem(attention.MEMORY, "cuda", attention.MEMORY_ELSEWHERE)
-    attention.plan_of.cache_clear()
+    monkeypatch.setitem(plan.MEMORY, "cuda", plan.MEMORY_ELSEWHERE)
+    plan_of.cache_clear()
     *sizes, options = SHAPES[shape]
     call = Attended(*sizes, **options)
     with emulated(name=tiles, schedules=(("reverse", 0),)):
         off = error(sdpa_fused(*call.arrays, **call.options), call.truth)
-    attention.plan_of.cache_clear()
+    plan_of.cache_clear()
     assert off <= call.limit
 
 
@@ -382,7 +383,7 @@ def whole_and_cut(call):
     """The result of a call and its launches, as a whole and in the smallest pieces."""
     results = []
     for most in (pieces.MOST_OPERATIONS, 1):
-        cut = patched(pieces, attention.plan_of, MOST_OPERATIONS=most)
+        cut = patched(pieces, MOST_OPERATIONS=most)
         with emulated(schedules=Emulator.FIRST), cut, launched() as names:
             results += [call(), names]
             mx.eval(results)
@@ -423,7 +424,7 @@ def test_latents_in_parts_of_keys_stay_whole():
 
 def test_rows_ask_for_the_memory_of_their_arrays():
     """What a launch on CUDA asks for is what the body declares."""
-    declared = re.findall(r"threadgroup T \w+\[(.*)\];", attention._ROWS)
+    declared = re.findall(r"threadgroup T \w+\[(.*)\];", plan._ROWS)
     python = [re.sub(r"(.*) \? (.*) : (.*)", r"(\2) if \1 else \3", size) for size in declared]
     for W, R, BN, D1, D2, DV in (
         (4, 1, 64, 64, 0, 96),
@@ -432,15 +433,15 @@ def test_rows_ask_for_the_memory_of_their_arrays():
     ):
         sizes = {"W": W, "R": R, "BN": BN, "D1": D1, "D2": D2, "DV": DV}
         wanted = 2 * sum(eval(size, dict(sizes)) for size in python)
-        assert attention._rows_memory(sizes | {"T": BF16}) == wanted
+        assert plan._rows_memory(sizes | {"T": BF16}) == wanted
 
 
 def test_many_rows_of_16_bits_take_two_tiles_for_each_simdgroup():
     def two(backend, T=3200, dtype=BF16, sizes=(128, 64, 128)):
         D, P, Dv = sizes
         q, v = (1, 16, T, D), (1, 16, T, Dv)
-        call = attention.Call("x", q, q, v, None, dtype, True, P, expanded=True, q_heads=16)
-        return attention.plan_of(backend, call).options["template"].get("R") == 2
+        call = AttentionCall("x", q, q, v, dtype, causal=True, beside=P)
+        return plan_of(backend, call, QH=16).options["template"].get("R") == 2
 
     assert two("cuda")
     assert not two("metal")  # has no such memory

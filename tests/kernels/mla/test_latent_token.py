@@ -11,9 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.kernels.attention import attention
-from mlx_moeflux.kernels.attention.attention import MEMORY, MEMORY_ELSEWHERE, MEMORY_ON_DEMAND
-from mlx_moeflux.kernels.mla import latent_token
+from mlx_moeflux.kernels.attention.plan import MEMORY, MEMORY_ELSEWHERE, MEMORY_ON_DEMAND
+from mlx_moeflux.kernels.mla import latent_attention, latent_token
 from mlx_moeflux.kernels.mla.latent_attention import latent_attention_fused
 from tests.kernels.harness import emulated, error, patched, require_gpu
 from tests.kernels.mla.test_latent_attention import BF16, F16, F32, Latents
@@ -43,12 +42,9 @@ MANY = [
 @contextlib.contextmanager
 def with_memory(**changed):
     """As on a GPU that gives memory on demand; changed: names of latent_token."""
-    caches = attention.plan_of, latent_token.launch_of
+    caches = latent_attention._plan, latent_token.launch_of
     plenty = {"metal": 1 << 20, "cuda": 1 << 20}
-    with (
-        patched(attention, *caches, MEMORY_ON_DEMAND=plenty),
-        patched(latent_token, **changed),
-    ):
+    with patched(latent_token, *caches, MEMORY_ON_DEMAND=plenty, **changed):
         yield
 
 
@@ -63,7 +59,7 @@ def smaller(groups):
 @contextlib.contextmanager
 def seen():
     """Template arguments of attend_latents, launch by launch."""
-    launches, plan_of = [], attention.plan_of
+    launches, plan_of = [], latent_attention._plan
 
     def watched(*args):
         plan = plan_of(*args)
@@ -71,7 +67,7 @@ def seen():
         return plan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "plan_of", watched)
+        patch.setattr(latent_attention, "_plan", watched)
         yield launches
 
 
@@ -118,7 +114,7 @@ def test_deepseeks_heads_on_a_gpu(capacity, length):
     (launch,) = launches
     if mx.cuda.is_available():
         needed = 160192 if capacity < 4096 else 94336
-        enough = attention.on_demand_of_latents("cuda") >= needed
+        enough = latent_token.memory_and_more("cuda")[1] >= needed
         assert launch["W"] == (8 if enough else 4)
     else:
         assert launch["W"] == 4
