@@ -16,8 +16,8 @@ from mlx_moeflux import user_cache
 from mlx_moeflux._version import __version__
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.chooser import Cost
 from mlx_moeflux.experts.policies.timed_budget import Verdict
-from mlx_moeflux.experts.policies.timed_switch import Cost
 from mlx_moeflux.kernels.verify import verdicts
 
 # A budget that differs by less than this share is the same.

@@ -9,9 +9,8 @@ import pytest
 from mlx_moeflux import generate
 from mlx_moeflux.cli.common import stats_table
 from mlx_moeflux.experts.budget import RESERVE_BYTES, Memory
-from mlx_moeflux.experts.policies import timed_budget
-from mlx_moeflux.experts.policies.timed_budget import Verdict
-from mlx_moeflux.experts.policies.timed_switch import Cost
+from mlx_moeflux.experts.policies.chooser import Cost
+from mlx_moeflux.experts.policies.timed_budget import TimedBudget, Verdict
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.loading import BUNDLED_MODEL, kept_budget, load, load_model, steps
 from mlx_moeflux.measure.benchmark.bench import Options, _Bench
@@ -48,8 +47,8 @@ def little(monkeypatch, tmp_path, right):
 
     monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(StreamedStore, "_clock", clock)
-    for name, count in (("WARM_UP", 2), ("SETTLE", 2), ("STRETCH", 4)):
-        monkeypatch.setattr(timed_budget, name, count)
+    for name, count in (("warm_up", 2), ("settle", 2), ("stretch", 4)):
+        monkeypatch.setattr(TimedBudget, name, count)
     little()
     return little
 

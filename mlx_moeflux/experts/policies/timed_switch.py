@@ -4,169 +4,108 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from statistics import stdev
+from typing import Protocol
 
-# Steps that are compared with as many others, and those before them that are not counted: after a
-# switch, and after a reset, when the banks fill.
-STRETCH, SETTLE, WARM_UP = 6, 2, 16
+from mlx_moeflux.experts.policies.chooser import Chooser, Cost, middle
+
 # Trials that a decision takes at least, and those that are remembered.
 LEAST_TRIALS, MOST_TRIALS = 3, 24
-# A gain of less than this share is none.
-MARGIN = 0.02
-# Steps of a decided switch between two trials, and the share of all steps that trials may cost.
-REST, MOST_LOSS = 512, 0.01
 # The loss that is assumed of a trial that did not end.
 UNKNOWN_LOSS = 0.1
 
 
-class Cost(NamedTuple):
-    """Seconds of a decode step, and those of them that it waited for reads."""
-
-    seconds: float
-    stalled: float
-
-    @classmethod
-    def of(cls, steps: Sequence[Cost]) -> Cost:
-        """Return the cost of a usual one of `steps`."""
-        return cls(middle([s.seconds for s in steps]), middle([s.stalled for s in steps]))
-
-
-class Trial(NamedTuple):
-    """The cost of a step with the switch off and on, measured in turns."""
-
-    off: Cost
-    on: Cost
-
-    @property
-    def change(self) -> float:
-        """Logarithm of the seconds with the switch on, by those with it off."""
-        return math.log(self.on.seconds / self.off.seconds)
-
-
-class TimedSwitch:
+class TimedSwitch(Chooser):
     """A switch that is on while decode steps are measured to be faster with it.
 
-    A trial turns the switch for a stretch of :data:`STRETCH` steps and compares them with the mean
-    of the stretches before and after it, so that a drift cancels. The cost of a stretch is the mean
-    of the middle half of its steps, so that a pause does not count. Trials follow one another until
-    their mean change is beyond :data:`MARGIN` and its standard error, but for at most
-    :data:`MOST_TRIALS`; then one follows every :data:`REST` steps, or at once if the last one
-    contradicts the choice. The switch goes on for a gain beyond that limit, and off when less than
-    half of MARGIN is left. While it is off, and steps wait for reads for a smaller share than
-    MARGIN, nothing can be gained and there is no trial.
+    A trial is a stretch between two of the other way. Trials follow one another until their mean
+    change is beyond the margin and its standard error, but for at most :data:`MOST_TRIALS`; then
+    one follows every `rest` steps, or at once if the last one contradicts the choice. The switch
+    goes on for a gain beyond that limit, and off when less than half of the margin is left. While
+    it is off and steps hardly wait for reads, nothing can be gained and there is no trial.
 
-    A trial of a way that takes 1 + r of the other's time costs r (STRETCH + SETTLE) steps. None
-    begins while the trials so far cost more than :data:`MOST_LOSS` of the steps so far. So they
-    cost n steps at most 0.01 n + 8 r, which is one percent and, at r = 0.2, less than two steps.
+    A trial of a way that takes 1 + r of the other's time costs r (stretch + settle) steps, and none
+    begins while those before it cost too much: n steps lose at most 0.01 n + 8 r.
 
-    The caller asks `on` before a step and calls :meth:`step` after it. The same costs give the same
-    choices.
+    The caller asks `on` before a step and calls :meth:`step` after it.
     """
+
+    stretch, settle, warm_up, rest = 6, 2, 16, 512
 
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, as after a change of the memory for experts; the switch is off."""
-        self.on = self.chosen = False
-        self.trials: deque[Trial] = deque(maxlen=MOST_TRIALS)
-        self.steps = self._pairs = self._rest = 0
-        self._lost = 0.0
-        self._idle = False
-        self._forget_stretch(WARM_UP)
+        super().__init__()
+        self.on = self._idle = False
+        # The costs with the switch off and on, and the logarithms of the second by the first.
+        self.trials: deque[tuple[Cost, Cost]] = deque(maxlen=MOST_TRIALS)
+        self._changes: deque[float] = deque(maxlen=MOST_TRIALS)
+        self._pairs = self._next_trial = 0
+
+    def turn(self, way: int) -> None:
+        super().turn(way)
+        self.on = bool(way)
 
     def step(self, pairs: int, cost: Cost) -> None:
         """Note a decode step of so many (token, expert) pairs, and decide about the next one."""
         if pairs != self._pairs:
             self._pairs = pairs
             self.disturb()
-        self.steps += 1
-        self._rest = max(self._rest - 1, 0)
-        if self._skip or not cost.seconds > 0:
-            self._skip = max(self._skip - 1, 0)
+        present = self.lengthen(cost) if self.counts(self.way, cost.seconds) else None
+        if present is None:
             return
-        self._stretch.append(cost)
-        if len(self._stretch) < STRETCH:
+        if len(self.past) == 3:
+            self._judge()
+            del self.past[:2]
+        if self.trying:
+            self.turn(self.chosen)
             return
-        present = Cost.of(self._stretch)
-        self._stretch.clear()
-        if self.on != self.chosen:
-            self._tried = present
-            self._turn(self.chosen)
-            return
-        before, tried = self._before, self._tried
-        self._before, self._tried = present, None
-        if before is not None and tried is not None and self._judge(before, tried, present):
-            self._before = None
-            return
-        self._idle = not self.on and present.stalled < MARGIN * present.seconds
-        affordable = self._lost <= MOST_LOSS * self.steps
-        if self.on == self.chosen and not self._rest and affordable and not self._idle:
-            self._turn(not self.chosen)
+        self._idle = not self.on and present.hardly_waits
+        if self.steps >= self._next_trial and self.affords(self.steps) and not self._idle:
+            self.turn(not self.chosen)
 
     def disturb(self) -> None:
         """Note that steps before and after now cannot be compared: a prompt, an error or another
         number of tokens came between."""
-        if self.on != self.chosen or self._tried is not None:
-            self._lost += UNKNOWN_LOSS * (STRETCH + SETTLE)
-            self.on = self.chosen
-        self._forget_stretch(max(SETTLE, self._skip))
+        if self.trying or len(self.past) == 2:
+            self.lost += UNKNOWN_LOSS * (self.stretch + self.settle)
+        self.past.clear()
+        super().disturb()
 
     def report(self) -> str:
         """Return what was chosen and why, as a phrase."""
         text = f"{'on' if self.chosen else 'off'} after {self.steps} steps"
         if not self.trials:
             return f"{text}: {'reads are hardly waited for' if self._idle else 'not tried yet'}"
-        ways = (Cost.of([trial[on] for trial in self.trials]) for on in (True, False))
-        on, off = (f"{1e3 * c.seconds:.2f} ms ({1e3 * c.stalled:.2f} waiting)" for c in ways)
-        change = 100 * math.expm1(self._change())
+        off, on = map(Cost.of, zip(*self.trials, strict=True))
+        change = 100 * math.expm1(middle(self._changes))
         return f"{text}: {on} with it, {off} without; {change:+.1f} % in {len(self.trials)} trials"
 
-    def _judge(self, before: Cost, other: Cost, after: Cost) -> bool:
-        """Take the result of a trial, and return True if it changes the choice."""
-        chosen = Cost.of((before, after))
-        self._lost += (STRETCH + SETTLE) * (other.seconds / chosen.seconds - 1)
-        self.trials.append(Trial(other, chosen) if self.chosen else Trial(chosen, other))
-        if len(self.trials) < LEAST_TRIALS:
-            return False
-        change, changes = self._change(), [trial.change for trial in self.trials]
-        limit = MARGIN + stdev(changes) / math.sqrt(len(changes))
-        chosen_before, self.chosen = self.chosen, change < -(MARGIN / 2 if self.chosen else limit)
-        decided = abs(change) > limit or len(changes) == MOST_TRIALS
-        if decided and (changes[-1] < 0) == self.chosen:
-            self._rest = REST
-        if self.chosen == chosen_before:
-            return False
-        self._turn(self.chosen)
-        return True
-
-    def _change(self) -> float:
-        return middle([trial.change for trial in self.trials])
-
-    def _turn(self, on: bool) -> None:
-        self.on, self._skip = on, SETTLE
-
-    def _forget_stretch(self, skip: int) -> None:
-        """Begin a stretch after `skip` steps, with no trial under way."""
-        self._skip = skip
-        self._stretch: list[Cost] = []
-        # The stretch before a trial, and that of the trial.
-        self._before: Cost | None = None
-        self._tried: Cost | None = None
+    def _judge(self) -> None:
+        """Choose by the trials so far and the one that has just ended."""
+        costs, chosen, changes = self.compare(), self.chosen, self._changes
+        self.trials.append(costs)
+        changes.append(math.log(costs[1].seconds / costs[0].seconds))
+        ratio = costs[not chosen].seconds / costs[chosen].seconds
+        self.lost += (self.stretch + self.settle) * (ratio - 1)
+        if len(changes) >= LEAST_TRIALS:
+            change = middle(changes)
+            limit = self.margin + stdev(changes) / math.sqrt(len(changes))
+            self.chosen = int(change < -(self.margin / 2 if chosen else limit))
+            decided = abs(change) > limit or len(changes) == MOST_TRIALS
+            if decided and (changes[-1] < 0) == self.chosen:
+                self._next_trial = self.steps + self.rest
 
 
 class StepListener(Protocol):
-    """Decides by what decode steps cost."""
+    """Decides by what decode steps of so many (token, expert) pairs cost."""
 
-    def step(self, pairs: int, cost: Cost) -> None:
-        """Note a decode step of so many (token, expert) pairs."""
-        ...
+    def step(self, pairs: int, cost: Cost) -> None: ...
 
-    def disturb(self) -> None:
-        """Note that steps before and after now cannot be compared."""
-        ...
+    def disturb(self) -> None: ...
 
 
 class DecodeSteps:
@@ -202,9 +141,3 @@ class DecodeSteps:
         """Note that what has begun is no decode step, or does not end."""
         self._start = None
         self.listener.disturb()
-
-
-def middle(values: Sequence[float]) -> float:
-    """Return the mean of the middle half of `values`."""
-    cut = len(values) // 4
-    return fmean(sorted(values)[cut : len(values) - cut])

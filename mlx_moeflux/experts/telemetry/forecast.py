@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.files import read_whole, write_output
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.policies.timed_switch import Cost
+from mlx_moeflux.experts.policies.chooser import Cost
 from mlx_moeflux.experts.telemetry.simulate import Simulation
 from mlx_moeflux.experts.telemetry.trace import Trace
 

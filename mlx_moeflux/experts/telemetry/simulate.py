@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
+from mlx_moeflux.experts.policies.chooser import Cost
 from mlx_moeflux.experts.policies.eviction import (
     DEFAULT_EVICTION,
     EVICTIONS,
@@ -30,7 +31,7 @@ from mlx_moeflux.experts.policies.prefetch import (
     next_layer,
     proposed,
 )
-from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps
+from mlx_moeflux.experts.policies.timed_switch import DecodeSteps
 from mlx_moeflux.experts.policies.wave_schedule import (
     Wave,
     WaveSchedule,

@@ -3,43 +3,18 @@
 import numpy as np
 import pytest
 
-from mlx_moeflux.experts.policies.timed_budget import (
-    LEAST_STEPS,
-    MOST_TURNS,
-    SETTLE,
-    STRETCH,
-    WARM_UP,
-    Budget,
-    TimedBudget,
-    Verdict,
-)
-from mlx_moeflux.experts.policies.timed_switch import MOST_LOSS, Cost
+from mlx_moeflux.experts.policies.chooser import Cost
+from mlx_moeflux.experts.policies.timed_budget import LEAST_STEPS, MOST_TURNS, TimedBudget, Verdict
+from tests.experts.policies.made_up_costs import LARGER, SMALLER, budget_trial, drive
 
-LARGER, SMALLER = Budget({3: 40, 5: 41}, 4_000_000_000), Budget({3: 20, 5: 20}, 2_000_000_000)
-PAIRS = 4
+SETTLE = TimedBudget.settle
 # Steps to the end of the first stretch, and of one after a turn.
-FIRST, LATER = WARM_UP + STRETCH, SETTLE + STRETCH
-
-
-def trial(**options):
-    kept = []
-    made = TimedBudget(LARGER, SMALLER, pairs=PAIRS, keep=kept.append, **options)
-    return made, kept
-
-
-def drive(timed, steps, smaller, *, larger=1.0, stalled=0.5, sd=0.0, seed=0):
-    """Run `steps` of those costs, which vary by `sd`; return for each whether the smaller budget
-    was wanted."""
-    random, ways = np.random.default_rng(seed), []
-    for _ in range(steps):
-        ways.append(timed.wanted is SMALLER)
-        seconds = (smaller if ways[-1] else larger) * random.lognormal(sigma=sd)
-        timed.step(PAIRS, Cost(seconds, stalled * seconds))
-    return np.array(ways)
+FIRST = TimedBudget.warm_up + TimedBudget.stretch
+LATER = SETTLE + TimedBudget.stretch
 
 
 def test_a_gain_is_found_in_three_turns_and_kept():
-    timed, kept = trial()
+    timed, kept = budget_trial()
     ways = drive(timed, 2000, 0.75)
     assert timed.turns == 3
     expected = np.zeros(2000, bool)
@@ -51,7 +26,7 @@ def test_a_gain_is_found_in_three_turns_and_kept():
 
 @pytest.mark.parametrize("smaller", [1.0, 0.97, 1.005])
 def test_what_gains_too_little_is_left_after_two_turns(smaller):
-    timed, kept = trial()
+    timed, kept = budget_trial()
     ways = drive(timed, 2000, smaller)
     assert timed.turns == 2
     assert ways.sum() == LATER
@@ -59,37 +34,17 @@ def test_what_gains_too_little_is_left_after_two_turns(smaller):
     assert timed.wanted is LARGER
 
 
-@pytest.mark.parametrize("loss", [0.03, 0.2, 1.0, 5.0, 100.0])
-def test_a_loss_costs_what_the_formula_says(loss):
-    timed, kept = trial()
-    ways = drive(timed, 3000, 1 + loss)
-    assert timed.wanted is LARGER
-    assert [verdict.smaller for verdict in kept] == [False]
-    # All steps of the smaller budget but those that are not counted after the turn.
-    lost = loss * (ways.cumsum() - SETTLE)
-    assert (lost <= MOST_LOSS * np.arange(1, 3001) + LEAST_STEPS * loss + 1e-9).all()
-    assert timed.turns == 2
-
-
-def test_a_drift_is_no_gain():
-    """Steps get faster by a third, whichever budget they have."""
-    timed, kept = trial()
-    for i in range(400):
-        timed.step(PAIRS, Cost(1.5 - i / 800, 0.5))
-    assert [verdict.smaller for verdict in kept] == [False]
-
-
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_a_slower_second_stretch_of_the_larger_budget_is_no_gain(disturbed):
     """Between 1 and 1.07 s with the larger budget, 1 s with the smaller is no gain of 5 %."""
-    timed, kept = trial()
+    timed, kept = budget_trial()
     if disturbed:
         drive(timed, FIRST + SETTLE + 5, 1.0)
         timed.disturb()
         drive(timed, 2 * LATER, 1.0)
     else:
         drive(timed, FIRST + LATER, 1.0)
-    drive(timed, LATER, 1.0, larger=1.07)
+    drive(timed, LATER, 1.0, first=1.07)
     assert timed.over
     assert [verdict.smaller for verdict in kept] == [False]
 
@@ -97,7 +52,7 @@ def test_a_slower_second_stretch_of_the_larger_budget_is_no_gain(disturbed):
 @pytest.mark.parametrize(("again", "smaller", "turns"), [(0.96, True, 3), (1.15, False, 4)])
 def test_the_second_stretch_of_the_smaller_budget_decides(again, smaller, turns):
     """With the first it takes 0.88 or 0.975 of the time of the larger one."""
-    timed, kept = trial()
+    timed, kept = budget_trial()
     drive(timed, FIRST + 2 * LATER, 0.8)
     assert timed.trying
     drive(timed, 500, again)
@@ -109,7 +64,7 @@ def test_the_second_stretch_of_the_smaller_budget_decides(again, smaller, turns)
 def test_noise_hides_no_large_difference(sd):
     found = {}
     for cost in (0.7, 1.3):
-        trials = [trial()[0] for _ in range(40)]
+        trials = [budget_trial()[0] for _ in range(40)]
         for seed, timed in enumerate(trials):
             drive(timed, 500, cost, sd=sd, seed=seed)
         assert all(timed.over and timed.turns <= MOST_TURNS for timed in trials)
@@ -118,25 +73,8 @@ def test_noise_hides_no_large_difference(sd):
     assert found[1.3] == 0
 
 
-@pytest.mark.parametrize("seconds", [1e6, 0.0, float("nan")])
-def test_a_pause_in_each_stretch_changes_nothing(seconds):
-    timed, kept = trial()
-    for i in range(1000):
-        usual = 0.8 if timed.wanted is SMALLER else 1.0
-        timed.step(PAIRS, Cost(seconds if i % 9 == 0 else usual, 0.5))
-    assert [verdict.smaller for verdict in kept] == [True]
-
-
-def test_nothing_is_tried_where_nothing_is_waited_for():
-    timed, kept = trial()
-    assert not drive(timed, 500, 0.5, stalled=0.01).any()
-    assert timed.report() == "4 GB: reads are hardly waited for"
-    assert timed.turns == 0
-    assert not kept  # another text may wait
-
-
 def test_a_disturbance_ends_a_stretch_of_the_smaller_budget():
-    timed, kept = trial()
+    timed, kept = budget_trial()
     drive(timed, FIRST + SETTLE + 5, 0.8)
     assert timed.trying
     timed.disturb()
@@ -151,7 +89,7 @@ def test_a_disturbance_ends_a_stretch_of_the_smaller_budget():
 
 
 def test_a_loss_is_found_after_a_disturbance():
-    timed, kept = trial()
+    timed, kept = budget_trial()
     drive(timed, FIRST + SETTLE + 5, 1.02)
     timed.disturb()
     drive(timed, 500, 1.02)
@@ -160,7 +98,7 @@ def test_a_loss_is_found_after_a_disturbance():
 
 
 def test_losses_before_a_disturbance_count():
-    timed, _ = trial()
+    timed, _ = budget_trial()
     drive(timed, FIRST + SETTLE + LEAST_STEPS - 1, 1.6)
     assert timed.trying
     timed.disturb()
@@ -171,7 +109,7 @@ def test_losses_before_a_disturbance_count():
 
 
 def test_a_disturbance_of_the_larger_budget_takes_no_turn():
-    timed, kept = trial()
+    timed, kept = budget_trial()
     for steps in (FIRST - 1, LATER - 1, SETTLE):
         drive(timed, steps, 0.8)
         timed.disturb()
@@ -186,7 +124,7 @@ def test_a_disturbance_of_the_larger_budget_takes_no_turn():
 
 
 def test_short_replies_try_nothing():
-    timed, _ = trial()
+    timed, _ = budget_trial()
     for _ in range(100):
         assert not drive(timed, LATER - 1, 0.5).any()
         timed.disturb()
@@ -194,7 +132,7 @@ def test_short_replies_try_nothing():
 
 @pytest.mark.parametrize("smaller", [True, False])
 def test_an_earlier_verdict_is_kept(smaller):
-    timed, kept = trial(verdict=Verdict(smaller, Cost(0.01, 0.005), Cost(0.008, 0.002)))
+    timed, kept = budget_trial(verdict=Verdict(smaller, Cost(0.01, 0.005), Cost(0.008, 0.002)))
     ways = drive(timed, 500, 0.5 if not smaller else 2.0)
     timed.disturb()
     assert (ways == smaller).all()
@@ -210,13 +148,13 @@ def test_an_earlier_verdict_is_kept(smaller):
 
 
 def test_the_report_follows_the_trial():
-    timed, _ = trial()
+    timed, _ = budget_trial()
     assert timed.report() == "4 GB, not yet compared with 2 GB"
-    drive(timed, FIRST, 0.008, larger=0.01)
+    drive(timed, FIRST, 0.008, first=0.01)
     assert timed.report() == "2 GB, being compared with 4 GB"
-    drive(timed, LATER, 0.008, larger=0.01)
+    drive(timed, LATER, 0.008, first=0.01)
     assert timed.report() == "4 GB, being compared with 2 GB"
-    drive(timed, 2 * LATER, 0.008, larger=0.01)
+    drive(timed, 2 * LATER, 0.008, first=0.01)
     assert timed.report() == (
         "2 GB: 8.00 ms (4.00 waiting) a step with it, 10.00 ms (5.00 waiting) with 4 GB"
     )

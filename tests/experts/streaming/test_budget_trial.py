@@ -11,10 +11,10 @@ import pytest
 
 from mlx_moeflux import experts as package
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.policies import timed_budget
+from mlx_moeflux.experts.policies.chooser import Cost
 from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
 from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
-from mlx_moeflux.experts.policies.timed_switch import Cost, TimedSwitch
+from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from tests.experts.helpers import LAYERS, K, all_is_well, bank_is_right, random_call, same_bits
@@ -26,8 +26,8 @@ FIRST, LATER = 5, 5
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    for name, steps in (("WARM_UP", 2), ("SETTLE", 2), ("STRETCH", 3)):
-        monkeypatch.setattr(timed_budget, name, steps)
+    for name, steps in (("warm_up", 2), ("settle", 2), ("stretch", 3)):
+        monkeypatch.setattr(TimedBudget, name, steps)
 
 
 @pytest.fixture
