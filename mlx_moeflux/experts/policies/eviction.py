@@ -218,7 +218,7 @@ class LFU:
         self._queues[layer].admit(expert)
 
     def reset(self) -> None:
-        self._queues: dict[int, LazyMinHeap] = defaultdict(lambda: LazyMinHeap(0.0))
+        self._queues: dict[int, LazyMinHeap] = defaultdict(LazyMinHeap)
         self._base: dict[int, float] = defaultdict(float)
 
     def scores(self, layer: int) -> Scores:

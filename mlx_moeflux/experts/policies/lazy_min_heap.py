@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 from heapq import heappop, heappush, heapreplace
-from typing import Any
 
 
 class LazyMinHeap:
     """Residents by a key that never falls, so that the lowest is found in logarithmic time.
 
-    keys: Expert -> key, also of experts that are not resident; `floor` where there is none. Its
-    owner writes it. A key that has grown since it was queued is noticed when its turn comes.
+    keys: Expert -> key, also of experts that are not resident; 0 where there is none. Its owner
+    writes it. A key that has grown since it was queued is noticed when its turn comes.
     """
 
-    def __init__(self, floor: Any):
-        self.keys: dict[int, Any] = {}
-        self._floor = floor
-        self._heap: list[tuple[Any, int]] = []
+    def __init__(self):
+        self.keys: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
         self._queued: set[int] = set()
         self._taken: tuple[int, ...] = ()
         self._out_of_date = False
@@ -27,14 +25,14 @@ class LazyMinHeap:
         self.keys = {expert: key * factor for expert, key in self.keys.items()}
         self._out_of_date = True
 
-    def replace(self, keys: dict[int, Any]) -> None:
+    def replace(self, keys: dict[int, float]) -> None:
         """Take other keys, which may have fallen."""
         self.keys, self._out_of_date = keys, True
 
     def admit(self, expert: int) -> None:
         if expert not in self._queued:
             self._queued.add(expert)
-            heappush(self._heap, (self.keys.get(expert, self._floor), expert))
+            heappush(self._heap, (self.keys.get(expert, 0.0), expert))
 
     def lowest(self, count: int, resident: Collection[int], protected: Container[int]) -> list[int]:
         """The `count` residents outside `protected` with the lowest keys, ascending; they leave
@@ -43,9 +41,9 @@ class LazyMinHeap:
             if expert in resident:
                 self.admit(expert)
         victims: list[int] = []
-        passed: list[tuple[Any, int]] = []
+        passed: list[tuple[float, int]] = []
         complete = False
-        heap, queued, keys, floor = self._heap, self._queued, self.keys, self._floor
+        heap, queued, keys = self._heap, self._queued, self.keys
         while len(victims) < count:
             if self._out_of_date or not heap:
                 # Residents are missing that the policy does not know, or since an interrupt.
@@ -58,7 +56,7 @@ class LazyMinHeap:
             if expert not in resident:
                 heappop(heap)
                 queued.discard(expert)
-            elif key != (now := keys.get(expert, floor)):
+            elif key != (now := keys.get(expert, 0.0)):
                 heapreplace(heap, (now, expert))
             elif expert in protected:
                 passed.append(heappop(heap))
