@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
+from mlx_moeflux.cache.traced import Step, TracedEntry
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.state_arrays import EntryKind
@@ -87,8 +88,10 @@ class BaseCache:
     declared: ClassVar[EntryKind]
     kind: ClassVar[str]
     """Name of ``declared``, and how rows are packed."""
-    takes_steps: ClassVar[bool] = True
-    """True if a traced step may take the arrays by ``begin_step``."""
+    takes_steps: ClassVar[bool] = False
+    """True if a traced step may take the arrays by ``begin_step``; see :meth:`traced`."""
+    appends_together: bool = False
+    """See :class:`~mlx_moeflux.cache.traced.TracedEntry`."""
     takes_rows: ClassVar[bool] = False
     """True if ``keep_rows`` can go back to the state after each of the last rows."""
     rows: Rows | None = None
@@ -105,6 +108,13 @@ class BaseCache:
         self.on_advance: Callable[[], None] | None = None
         self._padding: list[int] | None = None
         self._ends: list[int] | None = None
+
+    @classmethod
+    def traced(cls, step: Step, arrays: Sequence[Any]) -> TracedEntry:
+        """Return the traced form of an entry of this class, which does with `arrays`, those of
+        ``begin_step``, what the entry does. A class whose entries append in another way than its
+        base class has another form."""
+        raise NotImplementedError
 
     def short_views(self) -> Sequence[mx.array | None]:
         """Return views that launches on Metal take in place of the first arrays of ``begin_step``;
@@ -209,9 +219,6 @@ class BaseCache:
     def rows_ahead(self) -> int:
         """Return the most columns that the next traced step may append."""
         return MOST_ROWS if self.takes_steps else 0
-
-    def next_row(self) -> None:
-        """Do nothing: what writes a row counts it. A traced stand-in counts here."""
 
     def _row_state(self) -> Any:
         """Return what :meth:`_back_to` needs of this moment."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
+from mlx_moeflux.cache.traced import Step
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.state_arrays import RECURRENT
 
@@ -29,7 +30,7 @@ class RecurrentCache(BaseCache):
     delta: Any
 
     declared, kind = RECURRENT, RECURRENT.name
-    takes_rows = True
+    takes_steps = takes_rows = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +100,20 @@ class RecurrentCache(BaseCache):
         """Store the arrays after the step and count its column."""
         self._set(arrays)
         self.advance(1)
+
+    @classmethod
+    def traced(cls, step: Step, arrays: Sequence[Any]) -> Self:
+        """Return an entry whose rows are on trial: the host's count of columns is not asked."""
+        entry = cls()
+        entry._set(arrays)
+        entry.begin_rows(step.rows)
+        return entry
+
+    @property
+    def ends(self) -> list[tuple[mx.array, ...]]:
+        """Return the arrays after each row on trial."""
+        assert self.rows is not None, "traced() begins them"
+        return self.rows.states[1:]
 
     # Going back.
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
+from mlx_moeflux.cache.traced import ChosenPositions, Step
 from mlx_moeflux.errors import CacheError, UnsupportedError
 from mlx_moeflux.kernels.runtime.views import short
 from mlx_moeflux.state_arrays import (
@@ -55,6 +56,70 @@ def tail_start(columns: int) -> int:
     return columns // TAIL_ROWS * TAIL_ROWS
 
 
+class TracedAttention:
+    """Traced form of an entry of class `kind`. Quantised rows are unpacked in each step."""
+
+    def __init__(self, kind: type[AttentionCache], step: Step, arrays: Sequence[mx.array]):
+        half = len(arrays) // 2
+        self._buffers, self._tail = tuple(arrays[:half]), tuple(arrays[half:])
+        self._kind, self._counts = kind, step.counts
+        self.left_padding, self.chosen = step.padding, step.chosen
+        self.appends_together = half == 2 and not kind.packs
+        self.row = -1
+        """Number of the row of the step that was appended last."""
+
+    @property
+    def ends(self) -> list[tuple[mx.array, ...]]:
+        """See :attr:`~mlx_moeflux.cache.traced.TracedEntry.ends`."""
+        return [self._tail]
+
+    def real_tokens(self, T: int) -> None:
+        """Return None: no column of a step is padding."""
+
+    @property
+    def columns(self) -> mx.array:
+        """Column of the next row, int32 ``[1]``."""
+        return self._counts[self.row + 1]
+
+    def positions(self, T: int) -> mx.array:
+        """See :meth:`AttentionCache.positions`."""
+        return self.columns if self.left_padding is None else self.columns - self.left_padding
+
+    def windowed(self, T: int, window: int) -> dict[str, Any]:
+        """See :meth:`AttentionCache.windowed`; one trace serves any number of columns."""
+        first = self.columns + 1 - window
+        return {"start": mx.maximum(first, 0 if self.left_padding is None else self.left_padding)}
+
+    @property
+    def newest(self) -> tuple[mx.array, ...] | None:
+        """Tail of keys and values for a kernel that writes the next row itself, see
+        :meth:`appended`; None if rows are packed."""
+        return None if self._kind.packs else self._tail[:2]
+
+    def append(self, kernels: Any, *rows: mx.array) -> dict[str, Any]:
+        """See :meth:`AttentionCache.append`; T is 1, and the newest rows are in a tail."""
+        keys, values, *others = map(self._kind.packed, rows)
+        tail = kernels.append_row(self._tail[:2], keys, values, position=self.columns)
+        return self.appended(tail, *others)
+
+    def appended(self, tail: Sequence[mx.array], *rows: mx.array) -> dict[str, Any]:
+        """Do what :meth:`append` does, for a tail of keys and values that holds the new row
+        already. rows: Those of the other arrays."""
+        others = self._tail[2:]
+        if rows:
+            own = (mx.arange(TAIL_ROWS) == self.columns % TAIL_ROWS)[:, None]
+            others = tuple(mx.where(own, row, old) for row, old in zip(rows, others, strict=True))
+        self._tail, self.row = (*tail, *others), self.row + 1
+        unpacked = self._kind.unpacked
+        return {
+            "k": unpacked(self._buffers[0]),
+            "v": unpacked(self._buffers[1]),
+            "length": self.columns,
+            "start": self.left_padding,
+            "tail": tuple(map(unpacked, tail)),
+        }
+
+
 class AttentionCache(BaseCache):
     """Keys [B, Hkv, capacity, Dk] and values [B, Hkv, capacity, Dv] of one layer.
 
@@ -65,9 +130,11 @@ class AttentionCache(BaseCache):
     """
 
     newest: ClassVar[None] = None
-    """Tail for a kernel that writes the next row itself; a traced stand-in of an entry has one."""
+    """Tail for a kernel that writes the next row itself; a traced form has one."""
     declared, kind = ATTENTION, ATTENTION.name
-    takes_rows = True
+    takes_steps = takes_rows = True
+    form: ClassVar[type[TracedAttention]] = TracedAttention
+    """Class of what :meth:`traced` returns."""
     packs: ClassVar[bool] = False
     """True if rows are stored packed, not as the model gives them."""
 
@@ -220,6 +287,11 @@ class AttentionCache(BaseCache):
             views = tuple(short(buffer, ROW_AXIS) for buffer in self._buffers)
             self._tail = self._tail._replace(views=views)
         return self._tail.views
+
+    @classmethod
+    def traced(cls, step: Step, arrays: Sequence[Any]) -> TracedAttention:
+        """See :meth:`BaseCache.traced`."""
+        return cls.form(cls, step, arrays)
 
     def flush(self) -> None:
         """Write the rows of the tail into the buffers."""
@@ -442,11 +514,20 @@ class LatentCache(AttentionCache):
     """What the layers of a sequence's state share in a call; a model with such layers sets it."""
 
 
+class TracedIndexedLatent(TracedAttention):
+    """Traced form of :class:`IndexedLatentCache`."""
+
+    def index_rows(self) -> tuple[mx.array, mx.array]:
+        """Return the buffer of index keys and its tail, the new row included."""
+        return self._buffers[2], self._tail[2]
+
+
 class IndexedLatentCache(LatentCache):
     """Cache of latent attention with an indexer: ``index_keys`` [B, 1, capacity, Di] beside
     latents and rotary keys, rotated."""
 
     declared, kind = INDEXED_LATENT, INDEXED_LATENT.name
+    form = TracedIndexedLatent
 
     @property
     def takes_steps(self) -> bool:
@@ -456,34 +537,6 @@ class IndexedLatentCache(LatentCache):
     def index_rows(self) -> tuple[mx.array, None]:
         """Return the whole buffer of index keys; the tail's rows are in it."""
         return self.buffers()[2], None
-
-
-class ChosenPositions:
-    """Positions that the indexer of one layer chose, for the layers behind it that have none.
-
-    Each part of a layer's input has its own, int32 ``[B, T, k]``, under the column of its first
-    token; those of a traced step are under the numbers of its rows. parts: What an earlier segment
-    of a step chose.
-    """
-
-    def __init__(self, parts: Iterable[mx.array] = ()) -> None:
-        self._layer: Any = None
-        self._parts = dict(enumerate(parts))
-
-    @property
-    def parts(self) -> list[mx.array]:
-        """Return all that are kept."""
-        return list(self._parts.values())
-
-    def put(self, layer: Any, column: int, positions: mx.array) -> None:
-        """Keep those of a part; another layer's are forgotten."""
-        if layer is not self._layer:
-            self._layer, self._parts = layer, {}
-        self._parts[column] = positions
-
-    def take(self, column: int, *, last: bool) -> mx.array:
-        """Return those of a part. last: Nothing needs them afterwards."""
-        return self._parts.pop(column) if last else self._parts[column]
 
 
 class BlockMaker(Protocol):
@@ -520,6 +573,25 @@ class IndexedStep(NamedTuple):
     start: Any = None
 
 
+class TracedIndexed(TracedAttention):
+    """Traced form of :class:`IndexedCache`."""
+
+    def __init__(self, kind: type[AttentionCache], step: Step, arrays: Sequence[Any]):
+        *others, self._blocks = arrays
+        super().__init__(kind, step, others)
+
+    def last_step(self, indexer: BlockMaker) -> IndexedStep | None:
+        """See :meth:`IndexedCache.last_step`."""
+        if self._blocks is None:
+            return None
+        column = self._counts[self.row]
+        start = column // TAIL_ROWS * TAIL_ROWS
+        keys, values, _ = self._buffers
+        return IndexedStep(
+            (keys, values), self._blocks, column, self.left_padding, None, self._tail, start
+        )
+
+
 class IndexedCache(AttentionCache):
     """Cache of attention with an indexer: ``index_keys`` [B, 1, capacity, Di] beside keys and
     values, as projected.
@@ -528,6 +600,7 @@ class IndexedCache(AttentionCache):
     """
 
     declared, kind = INDEXED, INDEXED.name
+    form = TracedIndexed
     indexer: BlockMaker | None = None
     """That of the layer, which sets it."""
     _blocks: mx.array | None = None

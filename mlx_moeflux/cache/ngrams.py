@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.delta import RecurrentCache
+from mlx_moeflux.cache.traced import Step
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.state_arrays import NGRAMS
 
@@ -85,6 +86,15 @@ class NgramCache(RecurrentCache):
         rows = rows[0] if count == 1 else mx.concatenate(rows, axis=1)
         return self.conv, self.delta, self.ngram_conv, rows
 
+    @classmethod
+    def traced(cls, step: Step, arrays: Sequence[Any]) -> TracedNgrams:
+        """See :meth:`RecurrentCache.traced`."""
+        *state, rows = arrays
+        entry = TracedNgrams(rows)
+        entry._set((*state, None))
+        entry.begin_rows(step.rows)
+        return entry
+
     def end_step(self, *arrays: mx.array) -> None:
         """See :meth:`RecurrentCache.end_step`."""
         super().end_step(*arrays, next(self._tokens_after))
@@ -94,3 +104,20 @@ class NgramCache(RecurrentCache):
         super().advance(T)
         if self._fed is not None and self.columns >= self._fed.stop:
             self._fed = None
+
+
+class TracedNgrams(NgramCache):
+    """Traced form of :class:`NgramCache`: the step is given the rows, and the entry itself keeps
+    the tokens."""
+
+    def __init__(self, rows: mx.array):
+        super().__init__()
+        self._rows = rows
+
+    def _arrays(self) -> tuple[mx.array | None, ...]:
+        return super()._arrays()[:-1]
+
+    def taken(self, T: int, skip: int = 0) -> tuple[mx.array, None]:
+        """See :meth:`NgramCache.taken`."""
+        whole = self._rows.shape[1] == T
+        return self._rows if whole else self._rows[:, self.columns : self.columns + T], None

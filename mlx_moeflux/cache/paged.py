@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.base import as_ints
-from mlx_moeflux.cache.kv import TAIL_ROWS, AttentionCache, Tail, tail_start
+from mlx_moeflux.cache.kv import TAIL_ROWS, AttentionCache, Tail, TracedAttention, tail_start
 from mlx_moeflux.cache.state.spec import StateSpec
+from mlx_moeflux.cache.traced import Step
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.state_arrays import EntrySpec
@@ -139,12 +141,27 @@ class KVPool:
             table += [self._free.pop() for _ in range(count)]
 
 
+class TracedPages(TracedAttention):
+    """Traced form of :class:`PagedCache`."""
+
+    def __init__(self, kind: type[AttentionCache], step: Step, arrays: Sequence[mx.array]):
+        *others, self._table = arrays
+        super().__init__(kind, step, others)
+        self.appends_together = False
+
+    def appended(self, tail: Sequence[mx.array], *rows: mx.array) -> dict[str, Any]:
+        """See :meth:`TracedAttention.appended`."""
+        return super().appended(tail, *rows) | {"table": self._table, "page": BLOCK_TOKENS}
+
+
 class PagedCache(AttentionCache):
     """One layer's rows in a pool, for each field [R, H, D].
 
     spec, kind: Arrays and class of the entries that join and that ``extract`` returns.
     windowed: Tokens see only a window of the others.
     """
+
+    form = TracedPages
 
     def __init__(
         self, pool: KVPool, spec: EntrySpec, kind: type[AttentionCache], *, windowed: bool = False

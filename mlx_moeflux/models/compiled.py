@@ -10,242 +10,20 @@ Between two segments the host reads the chosen ids and loads missing experts int
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import (
-    AttentionCache,
-    IndexedCache,
-    IndexedLatentCache,
-    KVCache,
-    LatentCache,
-    NgramCache,
-    RecurrentCache,
-    transaction,
-)
-from mlx_moeflux.cache.kv import TAIL_ROWS, ChosenPositions, IndexedStep
-from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
+from mlx_moeflux.cache import BaseCache, transaction
+from mlx_moeflux.cache.traced import ChosenPositions, Step, TracedEntry
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device, views
 from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.models.protocol import Decoder
-from mlx_moeflux.models.rows import RowsEntry
-
-
-class _Attention:
-    """Traced stand-in of an attention entry; positions are arrays. counts: Columns before the step
-    and after each of its rows, int32 ``[1]`` each. chosen: See
-    :class:`~mlx_moeflux.cache.LatentCache`."""
-
-    chosen: ChosenPositions
-    row = 0
-    """Number of the next row of this step."""
-
-    def __init__(
-        self,
-        arrays: Sequence[mx.array],
-        counts: Sequence[mx.array],
-        padding: mx.array | None,
-    ):
-        half = len(arrays) // 2
-        self._buffers, self._tail = tuple(arrays[:half]), tuple(arrays[half:])
-        self._counts, self.left_padding = counts, padding
-
-    @property
-    def ends(self) -> list[tuple[mx.array, ...]]:
-        """Arrays after each row of the step, or only the last, which hold those of all."""
-        return [self._tail]
-
-    def next_row(self) -> None:
-        """Count a row."""
-        self.row += 1
-
-    def real_tokens(self, T: int) -> None:
-        return None
-
-    def positions(self, T: int) -> mx.array:
-        return self.columns if self.left_padding is None else self.columns - self.left_padding
-
-    def windowed(self, T: int, window: int) -> dict[str, Any]:
-        first = self.columns + 1 - window
-        padding = 0 if self.left_padding is None else self.left_padding
-        return {"start": mx.maximum(first, padding)}
-
-    @property
-    def newest(self) -> tuple[mx.array, ...] | None:
-        """Tail for a kernel that writes the next row itself; see :meth:`appended`."""
-        return self._tail
-
-    @property
-    def columns(self) -> mx.array:
-        """Column of the next row, int32 ``[1]``."""
-        return self._counts[self.row]
-
-    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        return self.appended(kernels.append_row(self._tail, *rows, position=self.columns))
-
-    def appended(self, tail: tuple[mx.array, ...]) -> dict[str, Any]:
-        """Do what :meth:`append` does, for a tail that holds the new row already."""
-        self._tail = tail
-        return {
-            "k": self._buffers[0],
-            "v": self._buffers[1],
-            "length": self._counts[self.row + 1],
-            "start": self.left_padding,
-            "tail": self._tail,
-        }
-
-
-class _PagedAttention(_Attention):
-    """Traced stand-in of a paged entry; no layer has a window."""
-
-    def __init__(self, arrays: Sequence[mx.array], *counts: Any):
-        *others, self._table = arrays
-        super().__init__(others, *counts)
-
-    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        buffers = super().append(kernels, *rows)
-        return buffers | {"table": self._table, "page": BLOCK_TOKENS}
-
-
-class _PackedAttention(_Attention):
-    """Traced stand-in of an entry with rows in 4 or 8 bits; each step unpacks the buffer."""
-
-    def __init__(self, kind: type[AttentionCache], arrays: Sequence[mx.array], *counts: Any):
-        super().__init__(arrays, *counts)
-        self._kind = kind
-
-    @property
-    def newest(self) -> None:
-        return None
-
-    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        buffers = super().append(kernels, *map(self._kind.packed, rows))
-        unpacked = self._kind.unpacked
-        return buffers | {
-            "k": unpacked(buffers["k"]),
-            "v": unpacked(buffers["v"]),
-            "tail": tuple(map(unpacked, buffers["tail"])),
-        }
-
-
-class _Recurrent:
-    """Traced stand-in of an entry of class `kind`, whose arrays do not grow."""
-
-    lengths = None
-
-    def __init__(
-        self, kind: type[RecurrentCache], arrays: Sequence[mx.array], *counts: mx.array | None
-    ):
-        self._names = [field.name for field in kind.declared.fields]
-        vars(self).update(zip(self._names, arrays, strict=True))
-        self._ends: list[tuple[mx.array, ...]] = []
-
-    @property
-    def ends(self) -> list[tuple[mx.array, ...]]:
-        """See :attr:`_Attention.ends`."""
-        return self._ends or [self._now()]
-
-    def _now(self) -> tuple[mx.array, ...]:
-        return tuple(vars(self)[name] for name in self._names)
-
-    def next_row(self) -> None:
-        """Keep the arrays after a row."""
-        self._ends.append(self._now())
-
-    def real_tokens(self, T: int) -> None:
-        return None
-
-    def advance(self, T: int) -> None:
-        pass
-
-
-class _Indexed(_Attention):
-    """Traced stand-in of an entry with index keys."""
-
-    def __init__(self, arrays: Sequence[mx.array], *counts: Any):
-        *others, self._blocks = arrays
-        super().__init__(others, *counts)
-
-    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        *pair, index_keys = self._tail
-        own = (mx.arange(TAIL_ROWS) == self.columns % TAIL_ROWS)[:, None]
-        index_keys = mx.where(own, rows[2], index_keys)
-        new = kernels.append_row(tuple(pair), *rows[:2], position=self.columns)
-        return self.appended((*new, index_keys)) | {"tail": new}
-
-    def last_step(self, indexer: Any) -> IndexedStep | None:
-        """See :meth:`~mlx_moeflux.cache.kv.IndexedCache.last_step`."""
-        if self._blocks is None:
-            return None
-        start = self.columns // TAIL_ROWS * TAIL_ROWS
-        keys, values, _ = self._buffers
-        return IndexedStep(
-            (keys, values), self._blocks, self.columns, self.left_padding, None, self._tail, start
-        )
-
-
-class _IndexedLatent(_Attention):
-    """Traced stand-in of an entry of latent attention with an indexer."""
-
-    @property
-    def newest(self) -> tuple[mx.array, ...]:
-        return self._tail[:2]
-
-    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
-        new = kernels.append_row(self._tail[:2], *rows[:2], position=self.columns)
-        return self.appended(new, rows[2])
-
-    def appended(self, tail: tuple[mx.array, ...], *rows: mx.array) -> dict[str, Any]:
-        own = (mx.arange(TAIL_ROWS) == self.columns % TAIL_ROWS)[:, None]
-        index_keys = mx.where(own, rows[0], self._tail[2])
-        return super().appended((*tail, index_keys)) | {"tail": tuple(tail)}
-
-    def index_rows(self) -> tuple[mx.array, mx.array]:
-        """Return the buffer of index keys and its tail, the new row included."""
-        return self._buffers[2], self._tail[2]
-
-
-class _Ngrams(_Recurrent):
-    """Traced stand-in of an entry with rows of n-grams, which a step is given."""
-
-    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
-        *state, self._rows = arrays
-        self._names, self._ends = ["conv", "delta", "ngram_conv"], []
-        vars(self).update(zip(self._names, state, strict=True))
-
-    def taken(self, T: int) -> tuple[mx.array, None]:
-        """See :meth:`~mlx_moeflux.cache.ngrams.NgramCache.taken`; the entry keeps the tokens."""
-        row = len(self._ends)
-        whole = self._rows.shape[1] == T
-        return self._rows if whole else self._rows[:, row : row + T], None
-
-
-# Class of a cache entry -> class of its traced stand-in.
-KINDS = {
-    KVCache: _Attention,
-    LatentCache: _Attention,
-    IndexedCache: _Indexed,
-    IndexedLatentCache: _IndexedLatent,
-    NgramCache: _Ngrams,
-    PagedCache: _PagedAttention,
-    RecurrentCache: functools.partial(_Recurrent, RecurrentCache),
-}
-
-
-def _has_stand_in(kind: type) -> bool:
-    """Return True if entries of class `kind` have a traced stand-in."""
-    packed = issubclass(kind, AttentionCache) and kind.packs
-    if kind not in KINDS and packed and kind.__base__ in KINDS:
-        KINDS[kind] = functools.partial(_PackedAttention, kind)
-    return kind in KINDS
-
+from mlx_moeflux.models.rows import as_rows
 
 # Logits, the output of the last layer, and what several ranks have to compare.
 Outputs = tuple[mx.array, ...]
@@ -266,10 +44,10 @@ class CompiledStep:
         self.traces = 0
 
     def fits(self, cache: Sequence[Any]) -> bool:
-        """Return True if every entry holds tokens and each sequence takes one real token."""
+        """Return True if every entry has a traced form and holds tokens, and each sequence takes
+        one real token."""
         return all(
-            _has_stand_in(type(entry))
-            and entry.takes_steps
+            entry.takes_steps
             and not entry.empty()
             and entry.lengths is None
             and entry.real_tokens(1) is None
@@ -320,8 +98,9 @@ class CompiledStep:
 
     def _run(self, kinds, tokens, counts, padding, states, short) -> tuple[Outputs, list[Any]]:
         """Return the outputs of `forward`, and the arrays of each entry after each row."""
-        entries = _entries(kinds, states, short, ChosenPositions(), counts, padding)
-        outputs = self._forward(tokens, _as_rows(entries, counts, padding))
+        step = Step(counts, padding, ChosenPositions())
+        entries = _entries(kinds, states, short, step)
+        outputs = self._forward(tokens, _as_rows(entries, step))
         return outputs, [entry.ends for entry in entries]
 
 
@@ -427,9 +206,9 @@ class SegmentedStep:
         stop = len(model.layers) if following is None else following + 1
 
         def segment(carry, slots, bank, chosen, counts, padding, states, short):
-            shared = ChosenPositions(chosen)
-            stand_ins = _entries(kinds[start:stop], states, short, shared, counts, padding)
-            entries = _as_rows(stand_ins, counts, padding)
+            step = Step(counts, padding, ChosenPositions(chosen))
+            traced_entries = _entries(kinds[start:stop], states, short, step)
+            entries = _as_rows(traced_entries, step)
             if last is None:
                 self.traces += 1
                 (h,) = model.embed(carry)
@@ -453,7 +232,7 @@ class SegmentedStep:
                 h = layer(h, entry, chunk=1)
             else:
                 out = [model.logits(h), h]
-            return out, [entry.ends for entry in stand_ins], shared.parts
+            return out, [entry.ends for entry in traced_entries], step.chosen.parts
 
         def traced(*inputs):
             self._graphs_built += 1
@@ -485,35 +264,28 @@ def _begin_steps(cache: Sequence[Any], count: int) -> tuple[list[Any], list[Any]
 
 
 def _entries(
-    kinds: Sequence[type],
-    states: Sequence[Any],
-    short: Sequence[Any],
-    chosen: ChosenPositions,
-    *counts: Any,
-) -> list[Any]:
-    """Return the traced stand-ins of cache entries, whose layers share `chosen`. short: Views of
-    the arrays of each, or none of any."""
+    kinds: Sequence[type[BaseCache]], states: Sequence[Any], short: Sequence[Any], step: Step
+) -> list[TracedEntry]:
+    """Return the traced forms of cache entries. short: Views of the arrays of each, or none of
+    any."""
     for arrays, known in zip(states, short, strict=False):
         views.bind(arrays, known, any_rows=True)
-    entries = [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
-    for entry in entries:
-        entry.chosen = chosen
-    return entries
+    return [kind.traced(step, arrays) for kind, arrays in zip(kinds, states, strict=True)]
 
 
-def _as_rows(entries: list[Any], counts: Sequence[mx.array], padding: mx.array | None) -> list[Any]:
-    """Return what layers get for `entries` in a step: of several rows, :class:`RowsEntry`."""
-    if len(counts) == 2:
+def _as_rows(entries: list[TracedEntry], step: Step) -> list[Any]:
+    """Return what layers get for `entries` in a step: of several rows, see :func:`as_rows`."""
+    if step.rows == 1:
         return entries
-    positions, lengths = (mx.concatenate(list(some)) for some in (counts[:-1], counts[1:]))
-    positions = positions if padding is None else positions - padding
-    # Others store more than keys and values, or store them in another way.
-    return [RowsEntry(e, positions, lengths if type(e) is _Attention else None) for e in entries]
+    positions, lengths = (mx.concatenate([*some]) for some in (step.counts[:-1], step.counts[1:]))
+    if step.padding is not None:
+        positions = positions - step.padding
+    return as_rows(entries, positions, lengths)
 
 
 def _end_steps(entries: Sequence[Any], ends: Sequence[Any], count: int) -> None:
     """Give entries their arrays after a step of `count` columns. ends: See
-    :attr:`_Attention.ends`."""
+    :attr:`~mlx_moeflux.cache.traced.TracedEntry.ends`."""
     for entry, after in zip(entries, ends, strict=True):
         for row in range(count):
             entry.end_step(*after[min(row, len(after) - 1)])

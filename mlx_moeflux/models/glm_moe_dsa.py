@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache.kv import ChosenPositions
+from mlx_moeflux.cache.traced import ChosenPositions
 from mlx_moeflux.models import deepseek_v32
 from mlx_moeflux.models.glm_moe_dsa_config import Config
 from mlx_moeflux.models.indexed_mla import IndexedLatentAttention

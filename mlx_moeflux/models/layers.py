@@ -128,7 +128,7 @@ class DecoderLayer(Module):
             xs = [hooks.apply("before_mixer", x, mask=mask)[0] for x in xs]
         mixed, parts = [], []
         for x, cache in zip(xs, caches, strict=True):
-            # A traced stand-in of an entry has no parts.
+            # A traced form of an entry has no parts.
             parts = [(0, 1)] if x.shape[1] == 1 else cache.parts(x.shape[1], chunk)
             if len(parts) == 1:
                 mixed.append(self.mix(x, cache))

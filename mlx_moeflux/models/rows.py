@@ -18,7 +18,7 @@ from mlx_moeflux.kernels.runtime import device
 
 
 class RowsEntry:
-    """Entry of one sequence, or its traced stand-in, as layers see it while they read rows at
+    """Entry of one sequence, or its traced form, as layers see it while they read rows at
     `positions`, int32 ``[R]``. lengths: How many keys each row sees, int32 ``[R]``, if `entry`
     appends all rows in one call; else None."""
 
@@ -47,7 +47,6 @@ class RowsEntry:
         with together(1):
             for row in zip(*columns, strict=True):
                 results.append(function(self.entry, *row))
-                self.entry.next_row()
         return mx.concatenate(results)
 
     def store(self, **arrays: Sequence[mx.array]) -> None:
@@ -55,9 +54,14 @@ class RowsEntry:
         for row in zip(*arrays.values(), strict=True):
             vars(self.entry).update(zip(arrays, row, strict=True))
             self.entry.advance(1)
-            self.entry.next_row()
 
 
-def as_rows(entries: Sequence[Any], positions: mx.array) -> list[Any]:
-    """Return all entries as layers see them, see :class:`RowsEntry`."""
-    return [RowsEntry(entry, positions) for entry in entries]
+def as_rows(
+    entries: Sequence[Any], positions: mx.array, lengths: mx.array | None = None
+) -> list[Any]:
+    """Return all entries as layers see them, see :class:`RowsEntry`. lengths: Of a traced step,
+    for entries that append all rows in one call."""
+    return [
+        RowsEntry(entry, positions, lengths if entry.appends_together else None)
+        for entry in entries
+    ]

@@ -7,6 +7,8 @@ import pytest
 
 from mlx_moeflux.cache import AttentionCache, RecurrentCache
 from mlx_moeflux.cache.state.spec import adopt, export, spec_of
+from mlx_moeflux.cache.traced import ChosenPositions, Step
+from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.state_arrays import ATTENTION, EntryKind, Field
 from tests.cache.entries import same
 
@@ -69,6 +71,37 @@ def test_steps_append_to_every_array():
         entry.end_step(*tail)
         rows = [mx.concatenate(pair, axis=2) for pair in zip(rows, new, strict=True)]
     assert all(map(same, entry.views(), rows))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_traced_steps_append_to_every_array(count):
+    """A kind needs no traced form of its own unless it appends in another way."""
+    entry, rows = indexed(7)
+    counts = [mx.array([7 + row], dtype=mx.int32) for row in range(count + 1)]
+    form = entry.traced(Step(counts, None, ChosenPositions()), entry.begin_step(count))
+    for column in range(7, 7 + count):
+        new = [mx.random.normal((1, heads, 1, width)) for heads, width in ROWS.values()]
+        assert form.columns.item() == column
+        seen = form.append(Kernels(), *new)
+        assert seen["length"].item() == column + 1
+        rows = [mx.concatenate(pair, axis=2) for pair in zip(rows, new, strict=True)]
+    assert all(map(same, seen["tail"], form.ends[-1][:2]))
+    for _ in range(count):
+        entry.end_step(*form.ends[-1])
+    assert all(map(same, entry.views(), rows))
+
+
+def test_traced_steps_replace_arrays_that_do_not_grow():
+    entry, arrays = tailed(7)
+    counts = [mx.array([7 + row], dtype=mx.int32) for row in range(3)]
+    form = entry.traced(Step(counts, None, ChosenPositions()), entry.begin_step(2))
+    for _ in range(2):
+        form._set(array * 2 for array in form.arrays)
+        form.advance(1)
+    assert len(form.ends) == 2
+    for row, end in enumerate(form.ends, 1):
+        assert all(map(same, end, [array * 2**row for array in arrays]))
+    assert all(map(same, entry.arrays, arrays))
 
 
 def test_batches_keep_every_array():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.cache import IndexedLatentCache, LatentCache
-from mlx_moeflux.cache.kv import ChosenPositions
+from mlx_moeflux.cache.traced import ChosenPositions
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.errors import UnsupportedError

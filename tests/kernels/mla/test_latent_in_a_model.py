@@ -6,10 +6,11 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.cache import LatentCache
+from mlx_moeflux.cache.traced import ChosenPositions, Step
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.kernels.registry import choose_kernels
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.models.compiled import _Attention
 from mlx_moeflux.models.deepseek_v3 import Config, Model
 from mlx_moeflux.models.mla import LatentAttention
 from tests.kernels.harness import emulated, error, launched
@@ -101,7 +102,7 @@ def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(padding, split, 
     start = None if padding is None else mx.array(padding[:B], dtype=mx.int32)
     results, names = [], []
     for implementations in ("auto", "auto,append_row=fused,latent_attention=fused"):
-        entry = _Attention((*arrays, *tails), counts, start)
+        entry = LatentCache.traced(Step(counts, start, ChosenPositions()), (*arrays, *tails))
         with emulated(name="cuda"), launched() as own:
             attention._kernels = choose_kernels(implementations)
             results.append([attention(x, entry, norm), *entry.ends[-1]])
