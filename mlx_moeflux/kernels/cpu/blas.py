@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -93,32 +93,39 @@ def _reference(array: mx.array | None) -> Reference:
 kept = Kept(KEPT_BYTES)
 
 
-def values_of(x: mx.array, dtype: mx.Dtype | None = None) -> np.ndarray:
-    """A view of an array, evaluated; dtype: The only one that is taken.
+_TRACED = "numpy cannot compute what MLX traces; take the reference (MOEFLUX_KERNELS=reference)."
 
-    The one place that knows whether MLX traces. MLX's Python API does not say so: a compiled
-    function and vmap refuse evaluation, and inside a gradient an array keeps its graph although it
-    is evaluated, which MLX's drawing of the array shows. Graphviz draws an operation as a
-    rectangle.
+
+def views_of(*arrays: mx.array | None, float32: int = 0) -> list[Any]:
+    """Arrays as numpy sees them, evaluated; bfloat16 as integers of 16 bits, see :func:`single`,
+    and None as it is. float32: How many of the first are taken in that dtype alone.
+
+    The one place that knows whether MLX traces. A compiled function and vmap refuse evaluation.
 
     Raises:
-        UnsupportedError: It has another dtype, or MLX is tracing, for a compiled function or a
+        UnsupportedError: One has another dtype, or MLX is tracing, for a compiled function or a
             gradient.
     """
-    if dtype is not None and x.dtype != dtype:
-        raise UnsupportedError(f"BLAS takes {dtype}, not {x.dtype}; take the reference.")
-    with contextlib.suppress(ValueError):
-        values = np.asarray(x)
-        graph = io.StringIO()
-        mx.export_to_dot(graph, x)
-        if "rectangle" not in graph.getvalue():
-            return values
-    raise UnsupportedError(
-        "numpy cannot compute what MLX traces; take the reference (MOEFLUX_KERNELS=reference)."
-    )
-
-
-numbers = functools.partial(values_of, dtype=mx.float32)
+    views, given = [], []
+    try:
+        for i, x in enumerate(arrays):
+            if x is None:
+                views.append(None)
+                continue
+            if i < float32 and x.dtype != mx.float32:
+                raise UnsupportedError(
+                    f"BLAS takes {mx.float32}, not {x.dtype}; take the reference."
+                )
+            views.append(np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x))
+            given.append(x)
+    except ValueError:
+        raise UnsupportedError(_TRACED) from None
+    # A gradient evaluates what it follows and says nothing, but the array keeps its graph. Only a
+    # drawing shows that, where an operation is a rectangle: one for all arrays of a call.
+    mx.export_to_dot(graph := io.StringIO(), *given)
+    if "rectangle" in graph.getvalue():
+        raise UnsupportedError(_TRACED)
+    return views
 
 
 def reshape(x: mx.array, *shape: int) -> mx.array:
@@ -136,7 +143,7 @@ def rows_of(x: mx.array) -> list[mx.array]:
     :func:`reshape`."""
     if x.dtype == mx.float32 and x.size <= SMALL and mx.default_device() == mx.cpu:
         with contextlib.suppress(UnsupportedError):
-            values = values_of(x)
+            (values,) = views_of(x)
             return [mx.array(values[r : r + 1]) for r in range(len(x))]
     return [x[r : r + 1] for r in range(len(x))]
 
@@ -156,7 +163,7 @@ def product(
     """
     out, known = matrix.weight.shape[-2], None
     if slot is None and matrix.weight.dtype == mx.float32:
-        known = values_of(matrix.weight)
+        (known,) = views_of(matrix.weight)
     elif keep and matrix.weight.dtype != mx.float32:
         key = id(matrix.weight), slot, id(matrix.scales)
         found = kept.matrices.get(key)
@@ -195,9 +202,9 @@ class Views(NamedTuple):
         weight, spec = matrix.weight, matrix.spec
         if weight is not None:
             if spec is None and weight.dtype in FLOATS:
-                return cls(*[_view(weight)] * 3)
+                return cls(*views_of(weight) * 3)
             if spec is not None and spec.mode == "affine" and matrix.biases is not None:
-                return cls(*map(_view, arrays_of(matrix)))
+                return cls(*views_of(*arrays_of(matrix)))
         raise UnsupportedError(f"BLAS cannot read {spec or 'this matrix'}; take the reference.")
 
 
@@ -228,8 +235,8 @@ def dense(
     index = part if slot is None else (slot, part)
     weight = weight[index]
     if spec is None:
-        return _single(weight, role)
-    scales, biases = _single(scales[index])[..., None], _single(biases[index])[..., None]
+        return single(weight, role)
+    scales, biases = single(scales[index])[..., None], single(biases[index])[..., None]
     if spec.bits == 8:
         eight = weight.view(np.uint8)
         values = scratch(role, eight.shape)
@@ -246,16 +253,8 @@ def dense(
     return values
 
 
-def floats(array: mx.array) -> np.ndarray:
-    """In float32; a view where it is that already."""
-    return values_of(array) if array.dtype == mx.float32 else _single(_view(array))
-
-
-def _view(array: mx.array) -> np.ndarray:
-    return values_of(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-
-
-def _single(values: np.ndarray, role: str | None = None) -> np.ndarray:
+def single(values: np.ndarray, role: str | None = None) -> np.ndarray:
+    """What :func:`views_of` returns of floats, in float32; itself if it is that already."""
     if values.dtype == np.uint16:
         out = None if role is None else scratch(role, values.shape).view(np.uint32)
         return np.left_shift(values, 16, out=out, dtype=np.uint32).view(np.float32)
@@ -330,12 +329,12 @@ def project_blas(
     Raises:
         UnsupportedError: x is not float32, a matrix is stored in another way, or MLX is tracing.
     """
-    rows = numbers(x).reshape(-1, x.shape[-1])
-    leading = rows.shape[:1] if flat else x.shape[:-1]
+    rows, added, scale = views_of(x, residual, norm, float32=2)
     # Reshaped here: MLX hands each of its operations to another thread, and is waited for.
-    added = None if residual is None else numbers(residual)
-    if norm is not None:
-        rows = rms_norm(rows, floats(norm), eps)
+    rows = rows.reshape(-1, x.shape[-1])
+    leading = rows.shape[:1] if flat else x.shape[:-1]
+    if scale is not None:
+        rows = rms_norm(rows, single(scale), eps)
     post = mx.array(rows.reshape(*leading, -1)) if norm is not None or flat else x
     results, made = [], []
     for weight in weights:
@@ -362,15 +361,17 @@ def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.arra
     Raises:
         UnsupportedError: See :func:`project_blas`.
     """
-    inner = silu(numbers(gate)) * numbers(up)
+    arrays = residual, experts, gate, up, score
+    total, routed, inner, wide, scores = views_of(*arrays, float32=5)
+    inner = silu(inner) * wide
     if isinstance(down, Weight):
         shared = product(inner, down)
     else:
-        shared = np.array(numbers(down.matmul(mx.array(inner))))
-    if score is not None:
-        shared *= sigmoid(numbers(score))
-    total = numbers(residual).reshape(shared.shape)
-    total = total + shared if experts is None else total + numbers(experts) + shared
+        shared = np.array(*views_of(down.matmul(mx.array(inner)), float32=1))
+    if scores is not None:
+        shared *= sigmoid(scores)
+    total = total.reshape(shared.shape)
+    total = total + shared if routed is None else total + routed + shared
     return mx.array(total.reshape(residual.shape))
 
 
@@ -384,17 +385,17 @@ def expert_mix_blas(x, slots, weights, bank, *, initial=None, exchange=None) -> 
     """
     if exchange is not None:
         raise UnsupportedError("expert_mix=blas exchanges no outputs.")
-    rows = numbers(x)
+    rows, scale, before, where = views_of(x, weights, initial, slots, float32=3)
     N, K = slots.shape
-    where = values_of(slots).reshape(-1).astype(np.int64)
+    where = where.reshape(-1).astype(np.int64)
     order = np.argsort(where, kind="stable")
     order = order[: np.searchsorted(where, bank.slots, sorter=order)]
     # Absent experts contribute -0.0, which changes no bit.
     terms = np.full((N * K, rows.shape[1]), np.float32(-0.0))
-    scale = numbers(weights).reshape(-1, 1)[order]
+    scale = scale.reshape(-1, 1)[order]
     _add_by_slot(terms, order, rows, order // K, scale, where[order], bank, max(1, len(order)))
     terms = terms.reshape(N, K, -1)
-    total = terms[:, 0] if initial is None else numbers(initial) + terms[:, 0]
+    total = terms[:, 0] if before is None else before + terms[:, 0]
     for k in range(1, K):
         total = total + terms[:, k]
     return mx.array(total)
@@ -418,9 +419,9 @@ def add_experts(
     token, rank, slot: ``[P]``, experts one after the other in the order in which a token's are
     added; rank: The column in weights. at_once: Rows of an expert that are computed together.
     """
+    rows, scale = views_of(x, weights, float32=2)
     # A token has an expert once.
-    scale = numbers(weights)[token, rank, None]
-    _add_by_slot(total, token, numbers(x), token, scale, slot, bank, at_once)
+    _add_by_slot(total, token, rows, token, scale[token, rank, None], slot, bank, at_once)
 
 
 def _add_by_slot(
@@ -493,7 +494,7 @@ def takes_bank(x: mx.array, slots: object, weights: object, bank: ExpertBank) ->
     """Return True if numpy sees the arrays of this bank and of `x`."""
     try:
         _views(bank)
-        numbers(x)
+        views_of(x, float32=1)
     except UnsupportedError:
         return False
     return True
@@ -514,9 +515,11 @@ def norm_rope_blas(
     Raises:
         UnsupportedError: q or k is not float32, or MLX is tracing.
     """
-    first = np.array(offset) if isinstance(offset, int) else values_of(offset)
-    first = first.reshape(-1, 1, 1)  # [B or 1, 1, 1]
-    turns = base ** (np.arange(0, -dims, -2) / dims) if frequencies is None else floats(frequencies)
+    given = None if isinstance(offset, int) else offset
+    arrays = q, k, q_weight, k_weight, frequencies, given
+    wide, narrow, q_weight, k_weight, turns, first = views_of(*arrays, float32=2)
+    first = np.reshape(offset if first is None else first, (-1, 1, 1))  # [B or 1, 1, 1]
+    turns = base ** (np.arange(0, -dims, -2) / dims) if turns is None else single(turns)
     angles = (first + np.arange(q.shape[1])[:, None]) * turns.astype(np.float64)
     angles = angles[:, :, None]  # [B or 1, T, 1, dims / 2]
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -524,13 +527,13 @@ def norm_rope_blas(
     if not traditional:
         halves = (slice(0, dims // 2), slice(dims // 2, dims))
 
-    def normed_and_turned(x: np.ndarray, weight: mx.array | None) -> mx.array:
-        normed = x.copy() if weight is None else rms_norm(x, floats(weight), eps)
+    def normed_and_turned(x: np.ndarray, weight: np.ndarray | None) -> mx.array:
+        normed = x.copy() if weight is None else rms_norm(x, single(weight), eps)
         a, b = normed[..., halves[0]], normed[..., halves[1]]
         normed[..., halves[0]], normed[..., halves[1]] = a * cos - b * sin, a * sin + b * cos
         return mx.array(normed.swapaxes(1, 2))
 
-    wide, narrow = numbers(q)[..., : k.shape[-1]], numbers(k)
+    wide = wide[..., : k.shape[-1]]
     turned = normed_and_turned(wide, q_weight), normed_and_turned(narrow, k_weight)
     return *turned, v.swapaxes(1, 2)
 
@@ -542,7 +545,7 @@ def softmax_top_k_blas(logits, *, k, normalise=True) -> tuple[mx.array, mx.array
     Raises:
         UnsupportedError: logits are not float32, or MLX is tracing.
     """
-    values = numbers(logits)
+    (values,) = views_of(logits, float32=1)
     ids = np.sort(np.argsort(-values, axis=-1, kind="stable")[:, :k], axis=-1)
     powers = np.exp(values - values.max(axis=-1, keepdims=True))
     weights = np.take_along_axis(powers, ids, axis=-1)
@@ -583,7 +586,7 @@ def sdpa_blas(
         raise UnsupportedError(
             "sdpa=blas takes no sinks, and no mask, start, length or tail that is an array."
         )
-    queries, keys, values = numbers(q), numbers(k), numbers(v)
+    queries, keys, values, gates = views_of(q, k, v, gate, float32=4)
     S = keys.shape[2] if length is None else length
     (B, Hq, T, D), Hkv, Dv = queries.shape, keys.shape[1], values.shape[3]
     G = Hq // Hkv
@@ -606,6 +609,6 @@ def sdpa_blas(
                 out += scores[:, some] @ values[b, h, some]
             y[b, :, h] = out.reshape(G, T, Dv).swapaxes(0, 1)
     y = y.reshape(B, T, Hq, Dv)
-    if gate is not None:
-        y *= sigmoid(numbers(gate)[..., -Dv:])
+    if gates is not None:
+        y *= sigmoid(gates[..., -Dv:])
     return mx.array(y).swapaxes(1, 2)

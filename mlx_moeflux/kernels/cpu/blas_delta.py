@@ -56,7 +56,7 @@ def delta_mixer_blas(
     if every:
         around = {"conv_weight": conv_weight, "a_log": a_log, "dt_bias": dt_bias, "gate": gate}
         around |= {"norm_weight": norm_weight, "eps": eps}
-        parts = [None if part is None else blas.numbers(part) for part in (qkv, z, a, b)]
+        parts = blas.views_of(qkv, z, a, b, float32=4)
         tokens = (
             [None if part is None else mx.array(part[:, t : t + 1]) for part in parts]
             for t in range(qkv.shape[1])
@@ -64,33 +64,31 @@ def delta_mixer_blas(
         mixer = functools.partial(delta_mixer_blas, **around)
         return token_by_token(mixer, tokens, conv_state, state)
     Hv, Dv, Dk = state.shape[1:]
-    x = blas.numbers(qkv)
-    if z is None:
+    exact, others = (qkv, z, a, b, conv_state, state), (conv_weight, a_log, dt_bias, norm_weight)
+    views = blas.views_of(*exact, *others, mask, float32=6)
+    x, outer, a_row, b_row, before, former, *parameters, real = views
+    taps, decays, bias, scale = map(blas.single, parameters)
+    if outer is None:
         ends = np.cumsum([x.shape[-1] - Hv * Dv - 2 * Hv, Hv * Dv, Hv])
         x, outer, a_row, b_row = np.split(x, ends, axis=-1)
-    else:
-        outer, a_row, b_row = blas.numbers(z), blas.numbers(a), blas.numbers(b)
     B, T, D = x.shape
     keys = (D - Hv * Dv) // 2
-    real = None if mask is None else blas.values_of(mask)
     if real is not None:
         x = np.where(real[..., None], x, np.float32(0.0))
-    mixed, window = _convolved(x, blas.floats(conv_weight), blas.numbers(conv_state))
+    mixed, window = _convolved(x, taps, before)
     heads = mixed.reshape(B, T, -1)
     q = _unit(heads[..., :keys].reshape(B, T, -1, Dk)) * np.float32(Dk**-0.5)
     k = _unit(heads[..., keys : 2 * keys].reshape(B, T, -1, Dk))
     v = heads[..., 2 * keys :].reshape(B, T, Hv, Dv)
-    log_decay = -np.exp(blas.floats(a_log)) * np.logaddexp(
-        a_row + blas.floats(dt_bias), np.float32(0.0)
-    )
+    log_decay = -np.exp(decays) * np.logaddexp(a_row + bias, np.float32(0.0))
     beta = blas.sigmoid(b_row)
     if real is not None:
         log_decay = np.where(real[..., None], log_decay, np.float32(0.0))
         beta = np.where(real[..., None], beta, np.float32(0.0))
     compute = _token_by_token if T <= MOST_SINGLE else _chunk_by_chunk
-    y, new_state = compute(q, k, v, log_decay, beta, blas.numbers(state))
+    y, new_state = compute(q, k, v, log_decay, beta, former)
     y = y * (1.0 / np.sqrt((y * y).mean(axis=-1, keepdims=True) + np.float32(eps)))
-    y *= blas.floats(norm_weight)
+    y *= scale
     y *= _GATES[gate](outer).reshape(y.shape)
     return mx.array(y.reshape(B, T, Hv * Dv)), mx.array(window), mx.array(new_state)
 
