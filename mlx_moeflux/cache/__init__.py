@@ -8,13 +8,9 @@ entries, with snapshots, checkpoints and files.
 
 from mlx_moeflux.cache.base import MOST_ROWS, BaseCache, Mark, check_positions, transaction
 from mlx_moeflux.cache.delta import RecurrentCache
-from mlx_moeflux.cache.kv import (
-    AttentionCache,
-    IndexedCache,
-    IndexedLatentCache,
-    KVCache,
-    LatentCache,
-)
+from mlx_moeflux.cache.indexed import IndexedCache
+from mlx_moeflux.cache.kv import AttentionCache, KVCache
+from mlx_moeflux.cache.latent import IndexedLatentCache, LatentCache
 from mlx_moeflux.cache.ngrams import NgramCache
 from mlx_moeflux.cache.rows import keep_rows
 from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot

@@ -16,24 +16,15 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
-from mlx_moeflux.cache.traced import ChosenPositions, Step
+from mlx_moeflux.cache.traced import Step
 from mlx_moeflux.errors import CacheError, UnsupportedError
 from mlx_moeflux.kernels.runtime.views import short
-from mlx_moeflux.state_arrays import (
-    ATTENTION,
-    INDEXED,
-    INDEXED_LATENT,
-    LATENT,
-    ROW_AXIS,
-    WORD,
-    group_words,
-    quantized_kind,
-)
+from mlx_moeflux.state_arrays import ATTENTION, ROW_AXIS, WORD, group_words, quantized_kind
 
 # Divides the rows by which buffers grow; a multiple of the keys that kernels take in one pass.
 TAIL_ROWS = 64
@@ -59,14 +50,15 @@ def tail_start(columns: int) -> int:
 class TracedAttention:
     """Traced form of an entry of class `kind`. Quantised rows are unpacked in each step."""
 
+    row = -1
+    """Number of the row of the step that was appended last."""
+
     def __init__(self, kind: type[AttentionCache], step: Step, arrays: Sequence[mx.array]):
         half = len(arrays) // 2
         self._buffers, self._tail = tuple(arrays[:half]), tuple(arrays[half:])
         self._kind, self._counts = kind, step.counts
         self.left_padding, self.chosen = step.padding, step.chosen
         self.appends_together = half == 2 and not kind.packs
-        self.row = -1
-        """Number of the row of the step that was appended last."""
 
     @property
     def ends(self) -> list[tuple[mx.array, ...]]:
@@ -222,7 +214,7 @@ class AttentionCache(BaseCache):
             self.flush()
         if fresh or columns + T > first.shape[ROW_AXIS]:
             self._reserve(rows)
-        self._buffers = list(map(_written, self._buffers, rows, repeat(columns)))
+        self._buffers = list(map(written, self._buffers, rows, repeat(columns)))
         self.advance(T)
 
     def views(self) -> tuple[mx.array, ...]:
@@ -301,7 +293,7 @@ class AttentionCache(BaseCache):
         rows = self.columns - start
         if rows > 0:
             new = [array[:, :, :rows] for array in tail]
-            self._buffers = list(map(_written, self._buffers, new, repeat(start)))
+            self._buffers = list(map(written, self._buffers, new, repeat(start)))
 
     def windowed(self, T: int, window: int) -> dict[str, Any]:
         """Return the extra arguments of an attention operation whose tokens see only the last
@@ -325,7 +317,7 @@ class AttentionCache(BaseCache):
     ) -> None:
         """Take `buffers` with `rows` rows."""
         self.arrays = [
-            _resized(buffer, one, rows, self.columns)
+            resized(buffer, one, rows, self.columns)
             for buffer, one in zip(buffers, like, strict=True)
         ]
 
@@ -505,210 +497,7 @@ class AttentionCache(BaseCache):
 KVCache = AttentionCache
 
 
-class LatentCache(AttentionCache):
-    """Cache of latent attention: ``keys`` are the latents [B, 1, capacity, R] and ``values`` the
-    rotary keys [B, 1, capacity, Dr] that all heads share."""
-
-    declared, kind = LATENT, LATENT.name
-    chosen: ChosenPositions | None = None
-    """What the layers of a sequence's state share in a call; a model with such layers sets it."""
-
-
-class TracedIndexedLatent(TracedAttention):
-    """Traced form of :class:`IndexedLatentCache`."""
-
-    def index_rows(self) -> tuple[mx.array, mx.array]:
-        """Return the buffer of index keys and its tail, the new row included."""
-        return self._buffers[2], self._tail[2]
-
-
-class IndexedLatentCache(LatentCache):
-    """Cache of latent attention with an indexer: ``index_keys`` [B, 1, capacity, Di] beside
-    latents and rotary keys, rotated."""
-
-    declared, kind = INDEXED_LATENT, INDEXED_LATENT.name
-    form = TracedIndexedLatent
-
-    @property
-    def takes_steps(self) -> bool:
-        """Return True unless rows are quantised."""
-        return not self.packs
-
-    def index_rows(self) -> tuple[mx.array, None]:
-        """Return the whole buffer of index keys; the tail's rows are in it."""
-        return self.buffers()[2], None
-
-
-class BlockMaker(Protocol):
-    """The methods of an indexer that a cache calls. ratio: Tokens of a block."""
-
-    ratio: int
-
-    def plain_until(self, first: int) -> int:
-        """Return the column from which on tokens may see less than everything, for sequences that
-        begin at column `first` or later."""
-        ...
-
-    def pooled(self, keys: mx.array, first: Any) -> mx.array:
-        """Return the keys of blocks, the first of which has the number `first`, an int or int32
-        ``[B]``, of index keys ``[B, 1, n ratio, Di]``."""
-        ...
-
-
-class IndexedStep(NamedTuple):
-    """The arrays that attention with an indexer reads for one more token.
-
-    buffers: Keys and values. blocks: Keys of complete blocks, [B, 1, N, Di]. column: Of the token,
-    int or int32 [1]. padding: int32 [B], or None. plain: Sequences that see everything, bool [B];
-    None if there are none. tail: If there is one, keys, values and index keys of the rows from
-    `start` on, which are not in `buffers` and `blocks`.
-    """
-
-    buffers: tuple[mx.array, ...]
-    blocks: mx.array
-    column: Any
-    padding: mx.array | None
-    plain: mx.array | None = None
-    tail: tuple[mx.array, ...] | None = None
-    start: Any = None
-
-
-class TracedIndexed(TracedAttention):
-    """Traced form of :class:`IndexedCache`."""
-
-    def __init__(self, kind: type[AttentionCache], step: Step, arrays: Sequence[Any]):
-        *others, self._blocks = arrays
-        super().__init__(kind, step, others)
-
-    def last_step(self, indexer: BlockMaker) -> IndexedStep | None:
-        """See :meth:`IndexedCache.last_step`."""
-        if self._blocks is None:
-            return None
-        column = self._counts[self.row]
-        start = column // TAIL_ROWS * TAIL_ROWS
-        keys, values, _ = self._buffers
-        return IndexedStep(
-            (keys, values), self._blocks, column, self.left_padding, None, self._tail, start
-        )
-
-
-class IndexedCache(AttentionCache):
-    """Cache of attention with an indexer: ``index_keys`` [B, 1, capacity, Di] beside keys and
-    values, as projected.
-
-    What :meth:`blocks` makes of them is kept and never saved: it can be made again.
-    """
-
-    declared, kind = INDEXED, INDEXED.name
-    form = TracedIndexed
-    indexer: BlockMaker | None = None
-    """That of the layer, which sets it."""
-    _blocks: mx.array | None = None
-    _pooled = 0
-    """Column up to which ``_blocks`` has the complete blocks of every sequence."""
-
-    @property
-    def index_keys(self) -> mx.array | None:
-        """Return the buffer of index keys, the tail's rows included."""
-        return self.arrays[2]
-
-    def blocks(self, indexer: BlockMaker) -> mx.array:
-        """Return the keys of blocks, [B, 1, N, D], with N as in the sequence that has most; a
-        shorter one's last blocks mean nothing. Those that were complete in every sequence are
-        kept."""
-        self.flush()
-        blocks, N = self._made(indexer, self.columns)
-        return blocks[:, :, :N]
-
-    def _made(self, indexer: BlockMaker, columns: int) -> tuple[mx.array, int]:
-        """Return a buffer with the blocks of the first so many columns, and their number."""
-        padding, ratio = self._padding or [0], indexer.ratio
-        done = min(max(min(self._pooled, columns) - first, 0) // ratio for first in padding)
-        N = max(max(columns - first, 0) // ratio for first in padding)
-        blocks, self._pooled = self._blocks, max(columns, self._pooled)
-        keys, first, stop = self._buffers[2], done * ratio, N * ratio
-        if blocks is None or blocks.shape[ROW_AXIS] < N:
-            rows = -(-max(N, 1) // TAIL_ROWS) * TAIL_ROWS
-            blocks = _resized(blocks, self.unpacked(keys[:, :, :1]), rows, done)
-        if done < N:
-            if not any(padding):
-                keys = keys[:, :, first:stop]
-            else:
-                column = mx.arange(first, stop) + mx.array(padding)[:, None]
-                column = mx.minimum(column, columns - 1)[:, None, :, None]
-                keys = mx.take_along_axis(keys, column, axis=ROW_AXIS)
-            blocks = _written(blocks, indexer.pooled(self.unpacked(keys), done), done)
-        self._blocks = blocks
-        return blocks, N
-
-    # One token: blocks begin with the tail.
-
-    @property
-    def takes_steps(self) -> bool:
-        """Return True if a block begins where a tail does in every sequence, and all or none of
-        them see everything."""
-        indexer, padding = self.indexer, self._padding or [0]
-        if indexer is None or self.packs or TAIL_ROWS % indexer.ratio:
-            return False
-        plain = {self.columns < indexer.plain_until(first) for first in padding}
-        return len(plain) == 1 and not any(first % indexer.ratio for first in padding)
-
-    def rows_ahead(self) -> int:
-        """Return what :meth:`AttentionCache.rows_ahead` does; all or none see everything."""
-        count = super().rows_ahead()
-        if count and self.indexer is not None:
-            plain = self.indexer.plain_until(self.first_column) - self.columns
-            count = min(count, plain) if plain > 0 else count
-        return count
-
-    def begin_step(self, count: int = 1) -> tuple[Any, ...]:
-        """Return what :meth:`AttentionCache.begin_step` does, and the blocks before the tail; None
-        if every token is seen."""
-        arrays, indexer = super().begin_step(count), self.indexer
-        if indexer is None or self.columns < indexer.plain_until(self.first_column):
-            return *arrays, None
-        return *arrays, self._made(indexer, tail_start(self.columns))[0]
-
-    def last_step(self, indexer: BlockMaker) -> IndexedStep | None:
-        """Return what the token that was appended last needs; None if it sees every token."""
-        column, padding = self.columns - 1, self._padding or [0]
-        plain = [column < indexer.plain_until(first) for first in padding]
-        if all(plain):
-            return None
-        keys, values, _ = self.buffers()
-        some = mx.array(plain) if any(plain) else None
-        return IndexedStep((keys, values), self.blocks(indexer), column, self.left_padding, some)
-
-    def _truncate(self, columns: int) -> None:
-        super()._truncate(columns)
-        # Other tokens may follow: blocks behind the end are made again.
-        self._pooled = min(self._pooled, columns)
-
-    def _row_state(self) -> Any:
-        return super()._row_state(), self._blocks, self._pooled
-
-    def _back_to(self, columns: int, states: list[Any]) -> None:
-        super()._back_to(columns, [capacity for capacity, *_ in states])
-        _, self._blocks, self._pooled = states[-1]
-
-    def _rearranged(self) -> None:
-        super()._rearranged()
-        self._blocks, self._pooled = None, 0
-
-    def _join(self, parts: list[AttentionCache]) -> None:
-        super()._join(parts)
-        self.indexer = next(
-            (part.indexer for part in parts if isinstance(part, IndexedCache)), None
-        )
-
-    def extract(self, i: int) -> IndexedCache:
-        """See :meth:`AttentionCache.extract`."""
-        single: Any = super().extract(i)
-        single.indexer = self.indexer
-        return single
-
-
-def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
+def written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
     """Return ``buffer`` [B, H, capacity, D] with ``rows`` [B, H, T, D] written at ``start``."""
     # Assigning through the caller's handle would change arrays that others hold. The caller drops
     # its handle, so MLX can write in place.
@@ -717,7 +506,7 @@ def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
     return buffer
 
 
-def _resized(buffer: mx.array | None, like: mx.array, rows: int, used: int) -> mx.array:
+def resized(buffer: mx.array | None, like: mx.array, rows: int, used: int) -> mx.array:
     """Return a buffer of ``rows`` rows that begins with the first ``used`` of ``buffer``."""
     B, H, _, D = like.shape
     if buffer is None or used == 0:

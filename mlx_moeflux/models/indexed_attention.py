@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache.kv import IndexedCache, IndexedStep
+from mlx_moeflux.cache.indexed import IndexedCache, IndexedStep
 from mlx_moeflux.kernels.attention.choose_blocks import best_blocks, block_scores
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
 from mlx_moeflux.kernels.registry import Kernels
@@ -49,11 +49,11 @@ class Indexer(Module):
         return self._rotated(q, offset), rows[:, self._heads :]
 
     def plain_until(self, first: int) -> int:
-        """See :meth:`~mlx_moeflux.cache.kv.BlockMaker.plain_until`."""
+        """See :meth:`~mlx_moeflux.cache.indexed.BlockMaker.plain_until`."""
         return first + (self.blocks + 1) * self.ratio - 1
 
     def pooled(self, keys: mx.array, first: Any) -> mx.array:
-        """See :meth:`~mlx_moeflux.cache.kv.BlockMaker.pooled`."""
+        """See :meth:`~mlx_moeflux.cache.indexed.BlockMaker.pooled`."""
         B, _, rows, Di = keys.shape
         groups = keys.reshape(B, 1, rows // self.ratio, self.ratio, Di)
         mean = groups.astype(mx.float32).mean(axis=3).astype(keys.dtype)
