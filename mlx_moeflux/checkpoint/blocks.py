@@ -1,5 +1,5 @@
-"""ggml's types of blocks. Each is a quantisation mode: a row is bytes, decoded where it is computed
-with.
+"""ggml's types of blocks. Those listed here are quantisation modes: a row is bytes, decoded where it
+is computed with.
 
     type    elements, bytes of a block                                element
     Q4_0    32: f16 d, 4-bit q                                        d (q - 8)
@@ -16,7 +16,9 @@ with.
     IQ4_XS  256: f16 d, 8 6-bit s, 4-bit q                            d (s - 32) table[q]
     MXFP4   32: exponent s of a byte, 4-bit q                         2^(s - 128) table[q]
 
-Values are computed in float32 in ggml's order of operations, with MLX or NumPy.
+Values are computed in float32 in ggml's order of operations, with MLX or NumPy. A new mode is a
+record of :data:`_TYPES`, in place of the type that is not decoded, and a type of its name in
+``kernels/linear/blocks.metal``.
 
 Source: the block layouts of ggml (`ggml-common.h`, `ggml-quants.c`), its types' numbers (`ggml.h`).
 """
@@ -31,9 +33,9 @@ from typing import Any
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
-# Of blocks and the module of their arrays: see BlockMode.
+# Of blocks ``[..., nbytes]`` uint8 and the module of their arrays, ``mlx.core`` or ``numpy``.
 Numbers = Callable[[Any, Any], Any]
-Scales = Callable[[Any, Any], tuple[Any, Any]]
+Multiples = Callable[[Any, Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -51,26 +53,55 @@ class BlockType:
 
 @dataclass(frozen=True)
 class BlockMode(BlockType):
-    """A type whose values are known, a quantisation mode.
+    """A type whose values are known, a quantisation mode. A type of its name in
+    ``kernels/linear/blocks.metal`` decodes it in kernels.
 
-    bits: Of a number q. group: Elements that share a scale. numbers, scales: Functions of blocks
-    ``[..., nbytes]`` uint8 and the module of their arrays, ``mlx.core`` or ``numpy``. The first
-    gives q ``[..., elements]`` uint8; the second the groups' scales ``[..., elements / group]``
-    float32, and what is added to the elements of each, float32 too, or None. zero: Is subtracted
-    from each q. table: q is a place in it; empty: q is a number.
+    bits: Of a number q.
+    group: Elements that share a scale.
+    numbers: Function that gives q ``[..., elements]`` uint8.
+    halves: Bytes of a block at which its float16 factors are: of the scales, and of what is added
+        to the elements of a group.
+    multiples: Function that gives what each factor is multiplied with, ``[..., elements / group]``
+        float32; without factors these are the scales.
+    zero: Is subtracted from each q.
+    table: q is a place in it; empty: q is a number.
+    of_mlx: MLX has the mode of this name, of the same bits and size, which is taken for it.
     """
 
     bits: int
     group: int
     numbers: Numbers
-    scales: Scales
+    halves: tuple[int, ...]
+    multiples: Multiples = lambda blocks, xp: (1, 1)
     zero: int = 0
     table: tuple[int, ...] = ()
+    of_mlx: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [
+            *["a block is no whole groups"] * (self.elements % self.group != 0),
+            *["a block has too few bytes"] * (8 * self.nbytes < self.bits * self.elements),
+            *["a factor is not in the block"] * (not set(self.halves) <= {*range(self.nbytes - 1)}),
+            *["there are other factors than one or two"] * (len(self.halves) > 2),
+            *["the table has no entry for each number"]
+            * (bool(self.table) and len(self.table) != 1 << self.bits),
+            *["a table has no zero"] * (bool(self.table) and self.zero != 0),
+        ]
+        if faults:
+            raise TypeError(f"the record of '{self.name}' is wrong: {'; '.join(faults)}")
 
     @property
     def mode(self) -> str:
         """The name of the quantisation mode."""
         return self.name.lower()
+
+    def scales(self, blocks: Any, xp: Any) -> tuple[Any, Any]:
+        """Return the groups' scales ``[..., elements / group]`` float32, and what is added to the
+        elements of each, float32 too, or None."""
+        found = self.multiples(blocks, xp)
+        if self.halves:
+            found = [_half(blocks, at, xp) * n for at, n in zip(self.halves, found, strict=False)]
+        return found[0], found[1] if len(self.halves) > 1 else None
 
     def values(self, blocks: Any, xp: Any) -> Any:
         """Blocks ``[..., nbytes]`` uint8 -> ``[..., elements]`` float32, arrays of module `xp`."""
@@ -144,26 +175,18 @@ def _half(blocks: Any, at: int, xp: Any) -> Any:
     return (low | high << 8).view(xp.float16).astype(xp.float32)
 
 
-def _one_scale(blocks: Any, xp: Any) -> tuple[Any, Any]:
-    return _half(blocks, 0, xp), None
-
-
-def _scale_and_minimum(blocks: Any, xp: Any) -> tuple[Any, Any]:
-    return _half(blocks, 0, xp), _half(blocks, 2, xp)
-
-
-def _q2_k_scales(blocks: Any, xp: Any) -> tuple[Any, Any]:
+def _q2_k_pairs(blocks: Any, xp: Any) -> tuple[Any, Any]:
     s, t = (f.astype(xp.float32) for f in (blocks[..., :16] & 15, blocks[..., :16] >> 4))
-    return _half(blocks, 80, xp) * s, -_half(blocks, 82, xp) * t
+    return s, -t
 
 
-def _q3_k_scales(blocks: Any, xp: Any) -> tuple[Any, Any]:
+def _q3_k_scales(blocks: Any, xp: Any) -> tuple[Any]:
     low, high = _fields(blocks[..., 96:104], 4, 8, xp), _fields(blocks[..., 104:108], 2, 4, xp)
-    return _half(blocks, 108, xp) * ((low | high << 4).astype(xp.float32) - 32), None
+    return ((low | high << 4).astype(xp.float32) - 32,)
 
 
 def _pairs_of_six_bits(blocks: Any, xp: Any) -> tuple[Any, Any]:
-    """Return the scales d s and what they add, -m t, of the eight groups of Q4_K and Q5_K.
+    """Return s and -t of the eight groups of Q4_K and Q5_K.
 
     Bytes 4 to 7 hold s of groups 0 to 3 in their low six bits, bytes 8 to 11 t. Bytes 12 to 15 hold
     the low four bits of s and t of groups 4 to 7; their high two are on top of bytes 4 to 11.
@@ -171,42 +194,67 @@ def _pairs_of_six_bits(blocks: Any, xp: Any) -> tuple[Any, Any]:
     low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     s = xp.concatenate([low & 63, both & 15 | low >> 6 << 4], axis=-1).astype(xp.float32)
     t = xp.concatenate([high & 63, both >> 4 | high >> 6 << 4], axis=-1).astype(xp.float32)
-    return _half(blocks, 0, xp) * s, -_half(blocks, 2, xp) * t
+    return s, -t
 
 
-def _q6_k_scales(blocks: Any, xp: Any) -> tuple[Any, Any]:
-    scales = blocks[..., 192:208].view(xp.int8).astype(xp.float32)
-    return _half(blocks, 208, xp) * scales, None
+def _q6_k_scales(blocks: Any, xp: Any) -> tuple[Any]:
+    return (blocks[..., 192:208].view(xp.int8).astype(xp.float32),)
 
 
-def _iq4_xs_scales(blocks: Any, xp: Any) -> tuple[Any, Any]:
+def _iq4_xs_scales(blocks: Any, xp: Any) -> tuple[Any]:
     high, low = _fields(blocks[..., 2:4], 2, 1, xp), _fields(blocks[..., 4:8], 4, 1, xp)
-    return _half(blocks, 0, xp) * ((low | high << 4).astype(xp.float32) - 32), None
+    return ((low | high << 4).astype(xp.float32) - 32,)
 
 
-def _powers_of_two(blocks: Any, xp: Any) -> tuple[Any, Any]:
+def _powers_of_two(blocks: Any, xp: Any) -> tuple[Any]:
     """2^(s - 128) has no exponent of a normal float32 below s = 2."""
     s = blocks[..., :1].astype(xp.uint32)
     bits = xp.where(s < 2, s + 1 << 21, s - 1 << 23)
-    return bits.view(xp.float32), None
+    return (bits.view(xp.float32),)
 
 
-# bits, group, numbers and scales follow name, number, elements and bytes.
-_MODES = (
-    BlockMode("Q4_0", 2, 32, 18, 4, 32, _four_bits(2, 16), _one_scale, zero=8),
-    BlockMode("Q4_1", 3, 32, 20, 4, 32, _four_bits(4, 16), _scale_and_minimum),
-    BlockMode("Q5_0", 6, 32, 22, 5, 32, _five_bits(2), _one_scale, zero=16),
-    BlockMode("Q5_1", 7, 32, 24, 5, 32, _five_bits(4), _scale_and_minimum),
-    BlockMode("Q8_0", 8, 32, 34, 8, 32, _q8_0, _one_scale, zero=128),
-    BlockMode("Q2_K", 10, 256, 84, 2, 16, _q2_k, _q2_k_scales),
-    BlockMode("Q3_K", 11, 256, 110, 3, 16, _q3_k, _q3_k_scales, zero=4),
-    BlockMode("Q4_K", 12, 256, 144, 4, 32, _four_bits(16, 32), _pairs_of_six_bits),
-    BlockMode("Q5_K", 13, 256, 176, 5, 32, _q5_k, _pairs_of_six_bits),
-    BlockMode("Q6_K", 14, 256, 210, 6, 16, _q6_k, _q6_k_scales, zero=32),
-    BlockMode("IQ4_NL", 20, 32, 18, 4, 32, _four_bits(2, 16), _one_scale, table=IQ4),
-    BlockMode("IQ4_XS", 23, 256, 136, 4, 32, _four_bits(8, 16), _iq4_xs_scales, table=IQ4),
+# Of modes: bits, group, numbers, halves and multiples follow name, number, elements and bytes.
+_TYPES = (
+    BlockType("F32", 0, 1, 4),
+    BlockType("F16", 1, 1, 2),
+    BlockMode("Q4_0", 2, 32, 18, 4, 32, _four_bits(2, 16), (0,), zero=8),
+    BlockMode("Q4_1", 3, 32, 20, 4, 32, _four_bits(4, 16), (0, 2)),
+    BlockMode("Q5_0", 6, 32, 22, 5, 32, _five_bits(2), (0,), zero=16),
+    BlockMode("Q5_1", 7, 32, 24, 5, 32, _five_bits(4), (0, 2)),
+    BlockMode("Q8_0", 8, 32, 34, 8, 32, _q8_0, (0,), zero=128),
+    BlockType("Q8_1", 9, 32, 36),
+    BlockMode("Q2_K", 10, 256, 84, 2, 16, _q2_k, (80, 82), _q2_k_pairs),
+    BlockMode("Q3_K", 11, 256, 110, 3, 16, _q3_k, (108,), _q3_k_scales, zero=4),
+    BlockMode("Q4_K", 12, 256, 144, 4, 32, _four_bits(16, 32), (0, 2), _pairs_of_six_bits),
+    BlockMode("Q5_K", 13, 256, 176, 5, 32, _q5_k, (0, 2), _pairs_of_six_bits),
+    BlockMode("Q6_K", 14, 256, 210, 6, 16, _q6_k, (208,), _q6_k_scales, zero=32),
+    BlockType("Q8_K", 15, 256, 292),
+    BlockType("IQ2_XXS", 16, 256, 66),
+    BlockType("IQ2_XS", 17, 256, 74),
+    BlockType("IQ3_XXS", 18, 256, 98),
+    BlockType("IQ1_S", 19, 256, 50),
+    BlockMode("IQ4_NL", 20, 32, 18, 4, 32, _four_bits(2, 16), (0,), table=IQ4),
+    BlockType("IQ3_S", 21, 256, 110),
+    BlockType("IQ2_S", 22, 256, 82),
+    BlockMode("IQ4_XS", 23, 256, 136, 4, 32, _four_bits(8, 16), (0,), _iq4_xs_scales, table=IQ4),
+    BlockType("I8", 24, 1, 1),
+    BlockType("I16", 25, 1, 2),
+    BlockType("I32", 26, 1, 4),
+    BlockType("I64", 27, 1, 8),
+    BlockType("F64", 28, 1, 8),
+    BlockType("IQ1_M", 29, 256, 56),
+    BlockType("BF16", 30, 1, 2),
+    BlockType("TQ1_0", 34, 256, 54),
+    BlockType("TQ2_0", 35, 256, 66),
+    BlockMode(
+        "MXFP4", 39, 32, 17, 4, 32, _four_bits(1, 16), (), _powers_of_two, table=E2M1, of_mlx=True
+    ),
+    BlockType("NVFP4", 40, 64, 36),
+    BlockType("Q1_0", 41, 128, 18),
 )
-BLOCK_MODES = {block.mode: block for block in _MODES}
+TYPES = {kind.number: kind for kind in _TYPES}
+"""GGUF's number of a type -> type."""
+DECODED = {kind.name: kind for kind in _TYPES if isinstance(kind, BlockMode)}
+"""The types whose values are known, by ggml's name."""
+BLOCK_MODES = {kind.mode: kind for kind in DECODED.values() if not kind.of_mlx}
 """The modes that keep blocks, by name."""
-MXFP4 = BlockMode("MXFP4", 39, 32, 17, 4, 32, _four_bits(1, 16), _powers_of_two, table=E2M1)
-"""MLX has the mode of this name, of the same bits and size, which is taken for it."""

@@ -19,7 +19,7 @@ Source: OCP Microscaling Formats 1.0, sections 5 and 6; MLX 0.32.4's ``quantize`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, BlockMode
@@ -30,18 +30,62 @@ from mlx_moeflux.checkpoint.formats.foreign import (
     check_modelopt,
     check_quark,
 )
+from mlx_moeflux.checkpoint.names import PARTS
 from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-DEFAULT_GROUP_SIZE = 64
+DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 AFFINE = "affine"
-# Mode -> bits and group size, which it fixes; the scales are bytes, and there are no biases.
-NVFP4 = "nvfp4"
-MX_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), NVFP4: (4, 16)}
-# The same of every mode that fixes them; a group of blocks is a block.
-FIXED = MX_MODES | {name: (mode.bits, mode.elements) for name, mode in BLOCK_MODES.items()}
-MODES = (AFFINE, *FIXED)
+_BYTES = ("U8",)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A quantisation mode.
+
+    bits, group_sizes: A matrix has one of each; of blocks a group is a block.
+    scales: dtypes that ``scales`` may have; none: there are no scales.
+    biases: There are ``biases`` too, of the same dtype and shape.
+    global_scale: A matrix may have one.
+    block: What blocks of bytes hold, or None.
+    """
+
+    bits: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+    scales: tuple[str, ...] = _BYTES
+    biases: bool = False
+    global_scale: bool = False
+    block: BlockMode | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bits or not self.group_sizes or bool(self.scales) == (self.block is not None):
+            raise TypeError(f"a mode needs bits, group sizes and either scales or blocks: {self}")
+
+    @property
+    def fixed(self) -> tuple[int, int] | None:
+        """Bits and group size, if there is one of each."""
+        one = len(self.bits) == len(self.group_sizes) == 1
+        return (self.bits[0], self.group_sizes[0]) if one else None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the arrays of a matrix, besides a global scale."""
+        return PARTS[: 1 + bool(self.scales) + self.biases]
+
+
+MX_MODES = {
+    "mxfp4": Mode((4,), (32,)),
+    "mxfp8": Mode((8,), (32,)),
+    "nvfp4": Mode((4,), (16,), global_scale=True),
+}
+"""Those of MLX whose scales are bytes, by name."""
+MODES = {
+    AFFINE: Mode(BITS, GROUP_SIZES, scales=("BF16", "F16", "F32"), biases=True),
+    **MX_MODES,
+    **{n: Mode((b.bits,), (b.elements,), (), block=b) for n, b in BLOCK_MODES.items()},
+}
+"""All, by name."""
 
 _SETTINGS = ("bits", "group_size", "mode", "global_scale")
 
@@ -69,7 +113,7 @@ class QuantSpec:
     ) -> QuantSpec:
         """Return the quantisation of a mode; what is None is the mode's, or 4 bits in groups of
         64."""
-        known = FIXED.get(mode, (4, DEFAULT_GROUP_SIZE))
+        known = _fixed(mode) or (DEFAULT_BITS, DEFAULT_GROUP_SIZE)
         return cls(
             known[0] if bits is None else bits, known[1] if group_size is None else group_size, mode
         )
@@ -103,11 +147,11 @@ class QuantSpec:
         if not byte_scales:
             return cls(bits, size, global_scale=global_scale)
         for mode, known in MX_MODES.items():
-            if known == (bits, size):
+            if known.fixed == (bits, size):
                 return cls(bits, size, mode, global_scale)
         raise UnsupportedError(
             f"Quantisation with {bits} bits in groups of {size} and scales of one byte is not "
-            f"supported, only {_words(tuple(MX_MODES))} are."
+            f"supported, only {_words(MX_MODES)} are."
         )
 
     @property
@@ -118,7 +162,12 @@ class QuantSpec:
     @property
     def block(self) -> BlockMode | None:
         """The blocks that hold scales and numbers, or None."""
-        return BLOCK_MODES.get(self.mode)
+        return MODES[self.mode].block
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the arrays of a matrix, besides a global scale."""
+        return MODES[self.mode].parts
 
     def row(self, width: int) -> tuple[str, int]:
         """dtype (see :data:`~mlx_moeflux.checkpoint.tensors.ITEMSIZE`) and number of what holds the
@@ -210,23 +259,36 @@ class Quantization:
 
 def _fault(bits: object, group_size: object, mode: object, global_scale: object) -> str | None:
     """Return the fault of the values of an entry, or None."""
-    if mode not in MODES:
+    known = _mode(mode)
+    if known is None:
         return f"mode {mode!r} is not supported, only {_words(MODES)} are"
-    if global_scale not in (False, None) and (global_scale is not True or mode != NVFP4):
-        return f"global_scale {global_scale!r} of mode {mode!r} is none; nvfp4 may have true"
-    if mode in FIXED:
-        fixed = FIXED[str(mode)]
+    if global_scale not in (False, None) and (global_scale is not True or not known.global_scale):
+        may = (name for name, other in MODES.items() if other.global_scale)
+        return (
+            f"global_scale {global_scale!r} of mode {mode!r} is none; {_words(may)} may have true"
+        )
+    if (fixed := known.fixed) is not None:
         if (bits, group_size) == fixed:
             return None
         return (
             f"mode {mode!r} has {fixed[0]} bits in groups of {fixed[1]}, not {bits!r} in groups of "
             f"{group_size!r}"
         )
-    if type(bits) is not int or bits not in BITS:
-        return f"bits {bits!r} is not supported, only {_words(BITS)} are"
-    if type(group_size) is not int or group_size not in GROUP_SIZES:
-        return f"group_size {group_size!r} is not supported, only {_words(GROUP_SIZES)} are"
+    if type(bits) is not int or bits not in known.bits:
+        return f"bits {bits!r} is not supported, only {_words(known.bits)} are"
+    if type(group_size) is not int or group_size not in known.group_sizes:
+        return f"group_size {group_size!r} is not supported, only {_words(known.group_sizes)} are"
     return None
+
+
+def _mode(name: object) -> Mode | None:
+    return MODES.get(name) if isinstance(name, str) else None
+
+
+def _fixed(mode: object) -> tuple[int, int] | None:
+    """Return bits and group size of a mode that fixes them."""
+    known = _mode(mode)
+    return None if known is None else known.fixed
 
 
 def _without_foreign_method(block: Mapping) -> Mapping:
@@ -290,8 +352,7 @@ def _spec(entry: Mapping, place: str) -> QuantSpec:
     mode = entry.get("mode", AFFINE)
     if mode == AFFINE and "bits" not in entry:
         raise ConfigError(f"{place} of config.json has no bits; add them.")
-    fixed = FIXED.get(mode) if isinstance(mode, str) else None
-    bits, group_size = fixed or (None, DEFAULT_GROUP_SIZE)
+    bits, group_size = _fixed(mode) or (None, DEFAULT_GROUP_SIZE)
     bits, group_size = entry.get("bits", bits), entry.get("group_size", group_size)
     global_scale = entry.get("global_scale")
     fault = _fault(bits, group_size, mode, global_scale)
@@ -300,5 +361,5 @@ def _spec(entry: Mapping, place: str) -> QuantSpec:
     return QuantSpec(bits, group_size, mode, bool(global_scale))
 
 
-def _words(values: tuple[object, ...]) -> str:
+def _words(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))

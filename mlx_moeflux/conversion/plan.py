@@ -87,14 +87,11 @@ class Recipe:
         *rows, _ = shape or (0,)
         if self.target is not None:
             code, count = self.target.row(width)
-            weight = Tensor(code, (*rows, count))
-            if self.target.block is not None:
-                return {"weight": weight}
-            groups = *rows, self.target.groups(width)
-            if not self.target.is_affine:
-                return {"weight": weight, "scales": Tensor("U8", groups)}
-            scales = Tensor(self.dtype, groups)
-            return {"weight": weight, "scales": scales, "biases": scales}
+            of_groups = self.dtype if self.target.is_affine else "U8"
+            scales = Tensor(of_groups, (*rows, self.target.groups(width)))
+            return dict.fromkeys(self.target.parts, scales) | {
+                "weight": Tensor(code, (*rows, count))
+            }
         if self.spec is not None:
             shape = (*rows, width)
         elif self.transform is not None:

@@ -238,10 +238,9 @@ def _table(
 def _quantised(
     base: str, spec: QuantSpec, lead: tuple[int, ...], rows: int, width: int
 ) -> Iterator[RandomWeight]:
-    packed = Tensor("U32", (*lead, rows, spec.words(width)))
     groups = Tensor("BF16" if spec.is_affine else "U8", (*lead, rows, spec.groups(width)))
-    parts = {"weight": packed, "scales": groups} | ({"biases": groups} if spec.is_affine else {})
-    for part, tensor in parts.items():
+    packed = {"weight": Tensor("U32", (*lead, rows, spec.words(width)))}
+    for part, tensor in (dict.fromkeys(spec.parts, groups) | packed).items():
         yield RandomWeight(f"{base}.{part}", part, tensor, spec, width)
 
 

@@ -8,6 +8,7 @@ tokens and a drawer of random arrays.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.quantization import QuantSpec
@@ -87,31 +89,24 @@ def quantised(s: Sizes, x: Normal, *shape: int) -> tuple[mx.array, mx.array, mx.
     return mx.quantize(x(*shape) * shape[-1] ** -0.5, group_size=s.group, bits=4)
 
 
-# Mode -> the bytes of a block at which its float16 factors are, and how large elements are where
-# these are 1 and the other bytes are random.
-FACTORS = {
-    "q4_0": ((0,), 5),
-    "q4_1": ((0, 2), 10),
-    "q5_0": ((0,), 9),
-    "q5_1": ((0, 2), 19),
-    "q8_0": ((0,), 74),
-    "q2_k": ((80, 82), 13),
-    "q3_k": ((108,), 43),
-    "q4_k": ((0, 2), 300),
-    "q5_k": ((0, 2), 640),
-    "q6_k": ((208,), 1360),
-    "iq4_nl": ((0,), 68),
-    "iq4_xs": ((0,), 1250),
-}
+@functools.cache
+def block_size(mode: str) -> float:
+    """Return how large elements are in blocks whose float16 factors are 1 and whose other bytes are
+    random."""
+    form = BLOCK_MODES[mode]
+    blocks = np.random.default_rng(0).integers(0, 256, (256, form.nbytes), np.uint8)
+    for at in form.halves:
+        blocks[:, at : at + 2] = np.ones(1, np.float16).view(np.uint8)
+    return float(np.sqrt((form.values(blocks, np) ** 2).mean()))
 
 
 def in_blocks(mode: str, *shape: int) -> mx.array:
     """Return random matrices ``[..., in]`` in ggml's blocks, ``[..., bytes of a row]`` uint8."""
-    form, (places, size) = BLOCK_MODES[mode], FACTORS[mode]
+    form, size = BLOCK_MODES[mode], block_size(mode)
     *rows, width = shape
     count = math.prod(shape) // form.elements
     blocks = mx.random.randint(0, 256, (count, form.nbytes), key=fresh_key()).astype(mx.uint8)
-    for at in places:
+    for at in form.halves:
         factors = mx.random.uniform(0.5, 1.5, (count, 1), key=fresh_key()) * width**-0.5 / size
         blocks[:, at : at + 2] = factors.astype(mx.float16).view(mx.uint8)
     return blocks.reshape(*rows, -1)

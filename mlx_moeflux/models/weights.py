@@ -29,7 +29,7 @@ from mlx_moeflux.checkpoint.names import (
     NameRules,
     Transform,
 )
-from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, NVFP4, QuantSpec
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, MODES, QuantSpec
 from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, naming_absent
 from mlx_moeflux.errors import CheckpointError, MoefluxError
@@ -410,7 +410,7 @@ def compare_with_config(
         declared = hints.spec(path)
         if spec is None or (declared is None and path not in hints.overrides):
             continue
-        if declared is not None and spec.mode == declared.mode == NVFP4:
+        if declared is not None and spec.mode == declared.mode and MODES[spec.mode].global_scale:
             if declared.global_scale > spec.global_scale:
                 raise CheckpointError(
                     f"{checkpoint.directory}: config.json says that '{path}' has a global_scale, "

@@ -10,42 +10,30 @@ from typing import Any
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.blocks import DECODED
 from mlx_moeflux.checkpoint.formats import gguf
 from mlx_moeflux.checkpoint.formats.gguf_container import read_container
+from mlx_moeflux.kernels.examples import block_size
 from tests.checkpoint import foreign
 
 V, C, L, E, K, F, H, HKV, D = 320, 256, 3, 5, 2, 512, 4, 2, 64
 DENSE = 768
-# Bytes of a block, elements, and where the float16 factors are with what they multiply at most.
-BLOCKS = {
-    "Q8_0": (34, 32, {0: 127}),
-    "Q4_K": (144, 256, {0: 63 * 15, 2: 63}),
-    "Q5_K": (176, 256, {0: 63 * 31, 2: 63}),
-    "Q6_K": (210, 256, {208: 127 * 32}),
-    "Q4_0": (18, 32, {0: 8}),
-    "Q4_1": (20, 32, {0: 15, 2: -2}),
-    "Q5_0": (22, 32, {0: 16}),
-    "Q5_1": (24, 32, {0: 31, 2: -2}),
-    "MXFP4": (17, 32, {}),
-    "Q2_K": (84, 256, {80: 15 * 3, 82: -15 * 2}),
-    "Q3_K": (110, 256, {108: 31 * 4}),
-    "IQ4_NL": (18, 32, {0: 127}),
-    "IQ4_XS": (136, 256, {0: 31 * 127}),
-}
 TOKENS = [chr(i) if i > 32 else chr(256 + i) for i in range(127)]
 
 
 def random_blocks(kind: str, rows: int, width: int, random) -> np.ndarray:
     """Random bytes ``[rows, bytes]`` whose values are about width^-1/2 large."""
-    size, elements, halves = BLOCKS[kind]
-    blocks = random.integers(0, 256, (rows * width // elements, size), dtype=np.uint8)
-    for at, most in halves.items():
-        d = random.uniform(1.0, 3.0, len(blocks)) * width**-0.5 / most
+    form = DECODED[kind]
+    count = rows * width // form.elements
+    blocks = random.integers(0, 256, (count, form.nbytes), dtype=np.uint8)
+    for at in form.halves:
+        sizes = random.uniform(0.5, 1.5, count) * width**-0.5 / block_size(form.mode)
+        d = sizes * random.choice((-1, 1), count)
         blocks[:, at : at + 2] = d.astype(np.float16)[:, None].view(np.uint8)
     if kind == "MXFP4":
         # An exponent, of numbers up to 6.
         most = 127 + int(np.log2(width**-0.5 / 3))
-        blocks[:, 0] = random.integers(most - 2, most + 1, len(blocks))
+        blocks[:, 0] = random.integers(most - 2, most + 1, count)
     return blocks.reshape(rows, -1)
 
 
@@ -186,7 +174,7 @@ def write(
         kind = kind_of(name) if len(shape) > 1 else "F32"
         qtype = gguf.GGMLQuantizationType[kind]
         rows, width = int(np.prod(shape[:-1])), shape[-1]
-        if kind in BLOCKS:
+        if kind in DECODED:
             raw = random_blocks(kind, rows, width, random).reshape(*shape[:-1], -1)
         else:
             values = random.standard_normal(shape) * (width**-0.5 if len(shape) > 1 else 0.1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, DECODED
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import InputError, ShapeError
@@ -14,12 +16,7 @@ from mlx_moeflux.experts.io.layout import BlockLayout, Component
 
 gguf = pytest.importorskip("gguf")
 
-# Byte of a float16 in a block.
-HALVES = {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
-HALVES |= dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2))
-HALVES |= dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,))
-HALVES |= {"mxfp4": ()}
-MODES = BLOCK_MODES | {"mxfp4": MXFP4}
+MODES = {mode.mode: mode for mode in DECODED.values()}
 SPECIAL = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 65504.0, 6e-8], np.float16)
 
 
@@ -39,8 +36,8 @@ def test_values_are_ggml_s(name, xp, shape):
     mode, random = MODES[name], np.random.default_rng(sum(shape))
     blocks = random.integers(0, 256, (*shape, mode.nbytes), dtype=np.uint8)
     if len(shape) == 3:
-        halves = random.choice(SPECIAL, (*shape, len(HALVES[name])))
-        for i, at in enumerate(HALVES[name]):
+        halves = random.choice(SPECIAL, (*shape, len(mode.halves)))
+        for i, at in enumerate(mode.halves):
             blocks[..., at : at + 2] = halves[..., i : i + 1].view(np.uint8)
         if name == "mxfp4":
             blocks[..., 0] = random.choice([0, 1, 2, 3, 254, 255], shape)
@@ -50,6 +47,22 @@ def test_values_are_ggml_s(name, xp, shape):
     assert same_bits(actual, expected)
     assert expected.shape == (*shape[:-1], shape[-1] * mode.elements)
     assert len(np.unique(expected)) >= 12
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"group": 48}, "no whole groups"),
+        ({"bits": 9}, "too few bytes"),
+        ({"halves": (17,)}, "not in the block"),
+        ({"halves": (0, 2, 4)}, "other factors"),
+        ({"zero": 0, "table": (1, 2)}, "no entry for each number"),
+        ({"table": tuple(range(16))}, "no zero"),
+    ],
+)
+def test_an_incomplete_record_is_an_error(change, fault):
+    with pytest.raises(TypeError, match=f"'Q4_0' is wrong: .*{fault}"):
+        replace(BLOCK_MODES["q4_0"], **change)
 
 
 @pytest.mark.parametrize("name", BLOCK_MODES)

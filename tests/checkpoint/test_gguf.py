@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4
+from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, DECODED
 from mlx_moeflux.checkpoint.formats import gguf as ours
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     ELEMENTS_AT_ONCE,
@@ -57,7 +57,6 @@ from tests.kernels.harness import emulated, launched  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 5)))
-KINDS = {kind.name: kind for kind in (*BLOCK_MODES.values(), MXFP4)}
 KEPT = [kind.name for kind in BLOCK_MODES.values()]
 INEXACT = ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
@@ -74,7 +73,7 @@ def parts_of(kind: str, rows: int, width: int, file: Path):
     raw = gguf_files.random_blocks(kind, rows, width, np.random.default_rng(rows))
     file.write_bytes(raw.tobytes())
     source = TensorRef("x", file, 0, "U8", raw.shape)
-    parts = BlocksRef.parts("x", source, KINDS[kind], REQUANTISED[kind])
+    parts = BlocksRef.parts("x", source, DECODED[kind], REQUANTISED[kind])
     return parts, gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
 
 
@@ -91,10 +90,10 @@ def test_blocks_have_forms_exactly(tmp_path, kind, rows, chunks):
     assert chunks == -(-rows // (ELEMENTS_AT_ONCE // 512))
     parts, expected = parts_of(kind, rows, 512, tmp_path / "x")
     assert EXACT[kind] is REQUANTISED[kind]
-    assert np.array_equal(dequantised(parts, KINDS[kind].bits), expected)
+    assert np.array_equal(dequantised(parts, DECODED[kind].bits), expected)
     some = {part: ref.rows(5, 19) for part, ref in parts.items()}
-    assert np.array_equal(dequantised(some, KINDS[kind].bits), expected[5:19])
-    values = BlockValuesRef("x", parts["weight"].sources[0], kind=KINDS[kind])
+    assert np.array_equal(dequantised(some, DECODED[kind].bits), expected[5:19])
+    values = BlockValuesRef("x", parts["weight"].sources[0], kind=DECODED[kind])
     assert np.array_equal(np.array(values.load()), expected)
     assert np.array_equal(np.array(values.rows(5, 19).load()), expected[5:19])
     assert np.isfinite(expected).all()
@@ -108,7 +107,7 @@ def test_other_blocks_are_floats_exactly(tmp_path, kind):
     (tmp_path / "x").write_bytes(raw.tobytes())
     source = TensorRef("x", tmp_path / "x", 0, "U8", raw.shape)
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    values = BlockValuesRef("x", source, kind=KINDS[kind])
+    values = BlockValuesRef("x", source, kind=DECODED[kind])
     assert np.array_equal(np.array(values.load()), expected)
     assert np.array_equal(np.array(values.rows(5, 19).load()), expected[5:19])
 
@@ -130,7 +129,7 @@ def test_equal_elements_quantised_anew(tmp_path):
     raw[1, 192:208] = 3
     (tmp_path / "x").write_bytes(raw.tobytes())
     ref = TensorRef("x", tmp_path / "x", 0, "U8", raw.shape)
-    values = dequantised(BlocksRef.parts("x", ref, KINDS["Q6_K"], REQUANTISED["Q6_K"]), 8)
+    values = dequantised(BlocksRef.parts("x", ref, DECODED["Q6_K"], REQUANTISED["Q6_K"]), 8)
     assert np.array_equal(values, gguf.dequantize(raw, gguf.GGMLQuantizationType.Q6_K))
     assert set(values.flat) == {0.0, -48.0}
 
@@ -192,7 +191,7 @@ def each_kind(name: str) -> str:
     """Types by turns, three others for the experts of each layer, MXFP4 for the last; routers in
     float32."""
     i = list(gguf_files.shapes(())).index(name)
-    return "F32" if "inp" in name else list(KINDS)[(i + 4 * (i // 12) + 1) % len(KINDS)]
+    return "F32" if "inp" in name else list(DECODED)[(i + 4 * (i // 12) + 1) % len(DECODED)]
 
 
 KEPT_CASES = {"Q4_K_M": q4_k_m, "each": each_kind, "floats": beside_floats}

@@ -41,18 +41,18 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
 def decoded(weight: np.ndarray, scales: np.ndarray, mode: str) -> np.ndarray:
     """weight ``[out, words]`` uint32, scales ``[out, groups]`` uint8 -> float64 ``[out, in]``."""
     data = weight.view(np.uint8)
-    if MX_MODES[mode][0] == 4:
+    if MX_MODES[mode].bits == (4,):
         values = e2m1(np.stack([data & 15, data >> 4], axis=-1)).reshape(len(data), -1)
     else:
         values = e4m3(data)
     factors = e4m3(scales) if mode == "nvfp4" else 2.0 ** (scales.astype(np.int64) - 127)
-    return values * np.repeat(factors, MX_MODES[mode][1], axis=1)
+    return values * np.repeat(factors, *MX_MODES[mode].group_sizes, axis=1)
 
 
 def random_matrix(mode: str, rows: int, width: int) -> tuple[mx.array, mx.array]:
     """Every code of an element, and scales of many sizes."""
     random = np.random.default_rng(5)
-    bits, group = MX_MODES[mode]
+    (bits,), (group,) = MX_MODES[mode].bits, MX_MODES[mode].group_sizes
     data = random.integers(0, 256, (rows, width * bits // 8)).astype(np.uint8)
     if bits == 8:
         data[data & 127 == 127] = 0  # NaN

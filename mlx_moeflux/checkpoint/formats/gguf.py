@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockMode
+from mlx_moeflux.checkpoint.blocks import DECODED, BlockMode
 from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
 from mlx_moeflux.checkpoint.formats.gguf_architectures import (
@@ -150,7 +150,7 @@ class _Forms(NamedTuple):
     experts: Mapping[str, MlxForm]
 
 
-_FORMS = _Forms(EXACT, {MXFP4.name: EXACT[MXFP4.name]})
+_FORMS = _Forms(EXACT, {name: form for name, form in EXACT.items() if DECODED[name].of_mlx})
 _FORMS_OF_ALL = _Forms(REQUANTISED, REQUANTISED)
 
 
@@ -199,15 +199,14 @@ def _stored(tensor: StoredTensor, file: Path, forms: Mapping[str, MlxForm]) -> _
     kind, shape = tensor.kind, tensor.shape
     if not isinstance(kind, BlockMode):
         if kind.name not in PLAIN:
-            known = [mode.name for mode in (*BLOCK_MODES.values(), MXFP4)]
             raise UnsupportedError(
-                f"{file}: '{tensor.name}' is {kind.name}; only {', '.join([*known, *PLAIN])} are "
+                f"{file}: '{tensor.name}' is {kind.name}; only {', '.join([*DECODED, *PLAIN])} are "
                 "decoded."
             )
         raw = TensorRef(tensor.name, file, tensor.offset, kind.name, shape)
         return _Stored(raw, None, None, shape)
     rows = (*shape[:-1], shape[-1] // kind.elements * kind.nbytes) if shape else ()
-    dtype = kind.mode if kind.mode in BLOCK_MODES else "U8"
+    dtype = "U8" if kind.of_mlx else kind.mode
     raw = TensorRef(tensor.name, file, tensor.offset, dtype, rows)
     stored = _Stored(raw, kind, forms.get(kind.name), shape)
     if len(shape) < 2:
@@ -234,7 +233,7 @@ def _take_experts(
         if kind is not None and form is not None:
             _note(found, stored)
             each = [BlocksRef.parts(raw.name, ref, kind, form) for ref in stack]
-            made = {part: tuple(parts[part] for parts in each) for part in form.parts}
+            made = {part: tuple(parts[part] for parts in each) for part in form.spec.parts}
         for part, refs in made.items():
             name = f"{projection}.{part}"
             if name in components:
@@ -313,7 +312,7 @@ def _parts(
     width = columns[0][1] - columns[0][0] if columns else GROUP
     ref: Ref = raw
     quantised = not (floats or target.values or width % GROUP)
-    if blocks and kind is not None and kind.mode in BLOCK_MODES and quantised and not columns:
+    if blocks and kind is not None and not kind.of_mlx and quantised and not columns:
         parts: dict[str, Ref] = {"weight": raw}
     elif kind is not None and form is not None and quantised:
         parts = {**BlocksRef.parts(raw.name, raw, kind, form)}

@@ -19,9 +19,8 @@ from typing import cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockMode
+from mlx_moeflux.checkpoint.blocks import DECODED, BlockMode
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
-from mlx_moeflux.checkpoint.names import PARTS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError
@@ -44,11 +43,6 @@ class MlxForm:
     numbers: Callable[[np.ndarray], np.ndarray]
     scales: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     exact: bool = True
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the arrays that a matrix becomes."""
-        return PARTS if self.spec.is_affine else PARTS[:2]
 
 
 def block_values(kind: BlockMode, blocks: np.ndarray) -> np.ndarray:
@@ -117,7 +111,9 @@ class BlocksRef(OfBlocks):
         cls, name: str, source: TensorRef, kind: BlockMode, form: MlxForm
     ) -> dict[str, TensorRef]:
         """All of one tensor, by part."""
-        parts = {part: cls(name, source, kind=kind, form=form, part=part) for part in form.parts}
+        parts = {
+            part: cls(name, source, kind=kind, form=form, part=part) for part in form.spec.parts
+        }
         # Readers ask for what both kinds of reference have.
         return cast("dict[str, TensorRef]", parts)
 
@@ -132,7 +128,7 @@ class BlocksRef(OfBlocks):
         with np.errstate(invalid="ignore", over="ignore"):
             if self.part == "weight":
                 return pack(self.form.numbers(blocks), self.form.spec.bits)
-            return self.form.scales(blocks)[self.form.parts.index(self.part) - 1]
+            return self.form.scales(blocks)[self.form.spec.parts.index(self.part) - 1]
 
 
 class BlockValuesRef(OfBlocks):
@@ -195,18 +191,17 @@ def _eight_bits(kind: BlockMode) -> MlxForm:
     return MlxForm(QuantSpec(8, GROUP), numbers, scales, exact=False)
 
 
-_MXFP4 = MlxForm(
-    QuantSpec.of_mode(MXFP4.mode),
-    lambda blocks: MXFP4.numbers(blocks, np),
-    lambda blocks: (blocks[:, :1],),
-)
-EXACT = {MXFP4.name: _MXFP4} | {
-    kind.name: _affine(kind)
-    for kind in BLOCK_MODES.values()
-    if kind.group == GROUP and not kind.table
+def _same_bytes(kind: BlockMode) -> MlxForm:
+    """Return the mode of MLX that has the same numbers and the first byte as their scale."""
+    spec = QuantSpec.of_mode(kind.mode)
+    return MlxForm(spec, lambda blocks: kind.numbers(blocks, np), lambda blocks: (blocks[:, :1],))
+
+
+EXACT = {
+    name: _same_bytes(kind) if kind.of_mlx else _affine(kind)
+    for name, kind in DECODED.items()
+    if kind.of_mlx or (kind.group == GROUP and not kind.table)
 }
 """The forms that have the values of blocks, by the type's name."""
-REQUANTISED = EXACT | {
-    kind.name: _eight_bits(kind) for kind in BLOCK_MODES.values() if kind.name not in EXACT
-}
+REQUANTISED = {n: EXACT.get(n) or _eight_bits(kind) for n, kind in DECODED.items()}
 """A form for each type."""

@@ -7,7 +7,7 @@
 
 Numbers are little-endian; a text is its length in bytes and UTF-8.
 
-Source: ggml's `docs/gguf.md`, versions 2 and 3; types and blocks of `ggml.h` and `ggml-common.h`.
+Source: ggml's `docs/gguf.md`, versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES, MXFP4, BlockType
+from mlx_moeflux.checkpoint.blocks import TYPES, BlockType
 from mlx_moeflux.checkpoint.files import LFS_POINTER, opened, refuse_pointer, unreadable
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 
@@ -35,34 +35,6 @@ _READ_BYTES = 4 << 20
 # Number of a type of values -> its form for `struct`; besides there are texts and arrays.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
-
-
-# Plain numbers, and blocks that nothing here decodes.
-_OTHERS = (
-    BlockType("F32", 0, 1, 4),
-    BlockType("F16", 1, 1, 2),
-    BlockType("Q8_1", 9, 32, 36),
-    BlockType("Q8_K", 15, 256, 292),
-    BlockType("IQ2_XXS", 16, 256, 66),
-    BlockType("IQ2_XS", 17, 256, 74),
-    BlockType("IQ3_XXS", 18, 256, 98),
-    BlockType("IQ1_S", 19, 256, 50),
-    BlockType("IQ3_S", 21, 256, 110),
-    BlockType("IQ2_S", 22, 256, 82),
-    BlockType("I8", 24, 1, 1),
-    BlockType("I16", 25, 1, 2),
-    BlockType("I32", 26, 1, 4),
-    BlockType("I64", 27, 1, 8),
-    BlockType("F64", 28, 1, 8),
-    BlockType("IQ1_M", 29, 256, 56),
-    BlockType("BF16", 30, 1, 2),
-    BlockType("TQ1_0", 34, 256, 54),
-    BlockType("TQ2_0", 35, 256, 66),
-    BlockType("NVFP4", 40, 64, 36),
-    BlockType("Q1_0", 41, 128, 18),
-)
-TYPES = {kind.number: kind for kind in (*BLOCK_MODES.values(), MXFP4, *_OTHERS)}
-"""Number of a type -> type."""
 
 
 class StoredTensor(NamedTuple):

@@ -14,7 +14,7 @@ from math import prod
 
 from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.names import BIAS, COMPONENT_ORDER, GLOBAL_SCALE, PROJECTIONS
-from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.quantization import MODES, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs
 from mlx_moeflux.errors import CheckpointError, ShapeError, UnsupportedError
 
@@ -190,7 +190,7 @@ class BlockLayout(Layout):
         for part in parts:
             if spec is None or part is None:
                 continue
-            dtypes = _FLOATS if spec.is_affine else ("U8",)
+            dtypes = MODES[spec.mode].scales
             if part.shape != (rows, spec.groups(width)) or part.dtype not in dtypes:
                 raise ShapeError(
                     f"'{part}' of an expert must be {' or '.join(dtypes)} "

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_moeflux.checkpoint.blocks import BLOCK_MODES
 from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
@@ -65,11 +64,6 @@ class Matrix:
     group: int
     tiny: bool = False
     block: str = ""
-
-    @property
-    def number(self) -> int:
-        """ggml's number of the type of the blocks."""
-        return BLOCK_MODES[self.block].number
 
     def words(self, width: int) -> int:
         """Words of a row of `width` numbers."""
