@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.checkpoint.formats import gguf as ours
-from mlx_moeflux.checkpoint.formats.gguf_architectures import ARCHITECTURES
+from mlx_moeflux.checkpoint.formats.gguf_architectures import ARCHITECTURES, indexer_types
 from mlx_moeflux.checkpoint.formats.gguf_header import Header
-from mlx_moeflux.checkpoint.formats.gguf_metadata import indexer_types
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError

@@ -3,14 +3,14 @@
 Experts keep the file's blocks, so that they stream as its byte ranges, or all become MLX's forms.
 Matrices of the trunk become those, or floats (:mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`),
 unless the caller reads blocks there too.
-What names and metadata mean, and what the converter did to values, is in
+What names and metadata mean, and what the converter did to values, says the family's record in
 :mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -21,15 +21,7 @@ import numpy as np
 from mlx_moeflux.checkpoint.blocks import DECODED, BlockMode
 from mlx_moeflux.checkpoint.files import size_of
 from mlx_moeflux.checkpoint.formats.decoded import ColumnsRef, JoinedRef, MappedRef
-from mlx_moeflux.checkpoint.formats.gguf_architectures import (
-    EXPERTS,
-    IN_BLOCKS,
-    ROPE_FACTORS,
-    Architecture,
-    Ranges,
-    Target,
-    architecture_of,
-)
+from mlx_moeflux.checkpoint.formats.gguf_architectures import architecture_of
 from mlx_moeflux.checkpoint.formats.gguf_blocks import (
     EXACT,
     GROUP,
@@ -41,7 +33,16 @@ from mlx_moeflux.checkpoint.formats.gguf_blocks import (
 from mlx_moeflux.checkpoint.formats.gguf_container import StoredTensor, read_container
 from mlx_moeflux.checkpoint.formats.gguf_files import check_shards, shards
 from mlx_moeflux.checkpoint.formats.gguf_header import Header
-from mlx_moeflux.checkpoint.formats.gguf_metadata import FULL, Config, turned_share
+from mlx_moeflux.checkpoint.formats.gguf_metadata import Config
+from mlx_moeflux.checkpoint.formats.gguf_names import IN_BLOCKS
+from mlx_moeflux.checkpoint.formats.gguf_record import (
+    EXPERTS,
+    Architecture,
+    Held,
+    Order,
+    Ranges,
+    Target,
+)
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import end_ids
 from mlx_moeflux.checkpoint.names import in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, Ref, StackedRefs, TensorRef
@@ -269,8 +270,13 @@ def _made(
     :func:`_parts`."""
     sources = [places[place] for place in sorted(places)]
     target, stored = sources[0]
-    if target.table:
-        name = _take_table(name, stored, config)
+    if target.table is not None:
+        table = target.table(config, stored.shape[0])
+        if table is None:
+            raise stored.wrong("but the metadata name no layer that reads it")
+        layer, keys = table
+        config |= keys
+        name = name.format(layer=layer)
     kinds = {(stored.kind, stored.raw.dtype) for _, stored in sources}
     if any(other.shape[1:] != stored.shape[1:] for _, other in sources):
         raise stored.wrong("and what belongs to it has other rows")
@@ -289,16 +295,6 @@ def _made(
         made[whole] = refs[0] if len(refs) == 1 else JoinedRef(whole, refs)
     # Readers ask for what both kinds of reference have.
     return cast("dict[str, TensorRef]", made)
-
-
-def _take_table(name: str, stored: _Stored, config: Config) -> str:
-    """Return the name of a table of n-grams in its layer; `config` gets the rows up to which it is
-    filled."""
-    layers = config.get("ple_layer_ids")
-    if not layers:
-        raise stored.wrong("but the metadata name no layer that reads it")
-    config["make_ngram_vocab_size_divisible_by"] = stored.shape[0]
-    return name.format(ple=layers[0] - 1)
 
 
 def _parts(
@@ -339,9 +335,7 @@ def _parts(
     return parts
 
 
-def _order(
-    order: Callable[[Config, int], Ranges] | None, config: Config, stored: _Stored, *, axis: int
-) -> Ranges:
+def _order(order: Order | None, config: Config, stored: _Stored, *, axis: int) -> Ranges:
     """Return the ranges of a tensor's rows or columns in our order; none if all stay where they
     are.
 
@@ -377,15 +371,8 @@ def _finished(
     if "model.embed_tokens.weight" not in found.tensors:
         raise CheckpointError(f"{path} has no tensor 'token_embd.weight'.")
     config = config | {"vocab_size": found.tensors["model.embed_tokens.weight"].shape[0]}
-    for key, name in architecture.present.items():
-        ends = f".{name}"
-        config[key] = any(tensor.endswith(ends) for tensor in found.tensors)
-    for key, name in architecture.lacking.items():
-        config[key] = sum(tensor.endswith(f".{name}") for tensor in found.tensors) < layers
-    if ROPE_FACTORS in architecture.names:
-        config["rope_parameters"][FULL]["partial_rotary_factor"] = _turned(found, path)
-    if architecture.dense:
-        config["mlp_only_layers"] = sorted(set(range(layers)) - set(found.blocks))
+    held = Held(path, config, found.tensors, found.blocks)
+    config = config | {key: said(held) for key, said in architecture.stored.items()}
     whole = {
         "model_type": architecture.model_type,
         "architectures": [architecture.published],
@@ -393,15 +380,3 @@ def _finished(
         "eos_token_id": end_ids(found.metadata),
     }
     return whole | {"text_config": config} if architecture.wrapped else config | whole
-
-
-def _turned(found: GgufFile, path: Path) -> float:
-    """Return the share of a global head's pairs that turn; the tensor that says it is no
-    parameter."""
-    ref = found.tensors.pop(ROPE_FACTORS, None)
-    if ref is None or ref.dtype != "F32" or len(ref.shape) != 1:
-        raise CheckpointError(f"{path} has no vector '{ROPE_FACTORS}' in F32; download it again.")
-    factors = np.empty(ref.shape, np.float32)
-    ref.read_into(memoryview(factors.data))
-    # Of a file on the hub `plan` has headers alone; the tensors are zeros.
-    return turned_share(factors, path) if factors.any() else 1.0

@@ -1,18 +1,16 @@
-"""The architectures of GGUF files: names of tensors, what llama.cpp's converter does to their
-values, and metadata, one :class:`Architecture` for each.
+"""The families whose GGUF files are read: one section each, which ends with its record.
 
-A new architecture is an entry of :data:`ARCHITECTURES`.
+A new family is a section and an entry of :data:`ARCHITECTURES`. What several share is in
+:mod:`~mlx_moeflux.checkpoint.formats.gguf_names` and
+:mod:`~mlx_moeflux.checkpoint.formats.gguf_metadata`.
 
 Source: llama.cpp's `conversion/` (qwen.py, qwen4exp.py, deepseek.py, glm.py, gpt_oss.py, laguna.py,
-gemma.py),
-`gguf-py/gguf/constants.py` and `tensor_mapping.py`, `src/llama-arch.cpp`, `src/models/`; what a key
-means where it is absent is what llama.cpp computes then.
+gemma.py), `src/llama-arch.cpp`, `src/models/`; what a key means where it is absent is what
+llama.cpp computes then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,152 +19,70 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.formats.gguf_header import Header
 from mlx_moeflux.checkpoint.formats.gguf_metadata import (
+    DELTA_KEYS,
+    EXPERT_KEYS,
+    FULL,
+    HEAD_KEYS,
+    SCORED_KEYS,
     SIGMOID,
-    SOFTMAX,
+    WINDOWED,
     Config,
     chosen_positions,
     delta_net,
-    exact_rope,
     gating,
-    gemma_layers,
-    head_dim,
-    indexer,
-    indexer_types,
-    laguna_layers,
     latent_heads,
     latent_rope,
     layers_of,
-    ngrams,
+    of_layers,
+    refuse_more,
     rope,
+    scaled_rope,
     turned_head_dim,
     turned_part,
 )
-from mlx_moeflux.checkpoint.names import PROJECTIONS
+from mlx_moeflux.checkpoint.formats.gguf_names import (
+    ATTENTION,
+    DELTA,
+    DENSE,
+    ENDS,
+    GATED,
+    HEAD_NORMS,
+    INDEXED,
+    LATENT,
+    NORMS,
+    POST_NORMS,
+    REORDERED_DELTA,
+    ROUTER,
+    SCORED,
+)
+from mlx_moeflux.checkpoint.formats.gguf_record import Architecture, Held, Order, Ranges, Target
 from mlx_moeflux.checks import shown
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.errors import CheckpointError, UnsupportedError
 
-Ranges = list[tuple[int, int]]
-"""Start and stop of runs of a file's rows or columns, in the order of the model."""
-Order = Callable[[Config, int], Ranges]
-"""The text model's config and the number of rows or columns in the file -> ranges."""
+# --- Qwen3-MoE ---
 
-
-@dataclass(frozen=True)
-class Target:
-    """Names the parameter that a tensor of the file becomes.
-
-    name: As in Hugging Face's checkpoints, or as the model takes the file's form, without the
-        layer's prefix and without what the file's name ends with, such as ``.weight``.
-    rows, columns: Which of the file's, in which order; None: all as they are.
-    values: Function of each number, in float64.
-    place: Among the tensors that make one on axis 0.
-    row: A vector is the one row of a matrix.
-    table: Its rows are read when they are needed.
-    """
-
-    name: str
-    rows: Order | None = None
-    columns: Order | None = None
-    values: Callable[[np.ndarray], np.ndarray] | None = None
-    place: int = 0
-    row: bool = False
-    table: bool = False
+_QWEN3MOE = Architecture(
+    "qwen3moe",
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    names=ENDS | NORMS | ATTENTION | HEAD_NORMS | ROUTER | DENSE,
+    keys=HEAD_KEYS
+    | EXPERT_KEYS
+    | {
+        "head_dim": turned_head_dim,
+        "intermediate_size": lambda h: h.number(
+            "feed_forward_length", h.number("expert_feed_forward_length")
+        ),
+    },
+    groups=(rope,),
+    # llama.cpp divides by the sum in this architecture and ignores the file.
+    fixed={"norm_topk_prob": True},
+    inert=frozenset(["expert_weights_norm"]),
+    stored={"mlp_only_layers": lambda held: sorted({*range(held.layers)} - {*held.sparse})},
+)
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """One architecture.
-
-    model_type, published: config.json's ``model_type`` and first of ``architectures``.
-    names: GGUF's name of a tensor, without ``blk.N.``, with or without its suffix -> targets; a
-        string is one's name. Experts have the same names in all, see :data:`EXPERTS`.
-    keys: config.json's key -> GGUF's behind the architecture, which must be a number, or a function
-        of the header.
-    groups: Functions that return several keys.
-    fixed: Keys of config.json that llama.cpp computes in one way.
-    only: GGUF's keys that have one value here, besides :data:`ONLY`.
-    inert: GGUF's keys that change nothing, or repeat others.
-    present: config.json's key -> name of a tensor in some layer that makes it true.
-    lacking: config.json's key -> name of a tensor that makes it true if some layer lacks it.
-    dense: Layers without experts are listed as ``mlp_only_layers``.
-    wrapped: The keys are of ``text_config``.
-    """
-
-    model_type: str
-    published: str
-    names: Mapping[str, str | Target | tuple[Target, ...]]
-    keys: Mapping[str, str | Callable[[Header], Any]]
-    groups: tuple[Callable[[Header], Config], ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
-    inert: frozenset[str] = frozenset()
-    present: Mapping[str, str] = field(default_factory=dict)
-    lacking: Mapping[str, str] = field(default_factory=dict)
-    dense: bool = False
-    wrapped: bool = False
-
-    def targets(self, name: str) -> list[Target]:
-        """Return where a tensor goes, with complete names; none if no name fits."""
-        stem, _, suffix = name.rpartition(".")
-        found, end = self.names.get(name), ""
-        if found is None and suffix in ("weight", "bias"):
-            found, end = self.names.get(stem), f".{suffix}"
-        if found is None:
-            return []
-        every = found if isinstance(found, tuple) else (found,)
-        targets = [Target(t) if isinstance(t, str) else t for t in every]
-        return [replace(target, name=target.name + end) for target in targets]
-
-    def config(self, header: Header, *, strict: bool = True) -> Config:
-        """Return the keys of config.json that the metadata have, those of the text model alone.
-        strict: A key that nothing here reads is an error.
-
-        Raises:
-            ConfigError: A key is missing or of another type.
-            UnsupportedError: The file asks for something that is not computed, or a key is unknown.
-        """
-        config: Config = dict(self.fixed)
-        for key, theirs in {**COMMON_KEYS, **self.keys}.items():
-            config[key] = header.number(theirs) if isinstance(theirs, str) else theirs(header)
-        for group in self.groups:
-            config |= group(header)
-        header.read |= INERT | self.inert
-        for key, value in {**ONLY, **self.only}.items():
-            if key not in header.read:
-                header.only(key, value)
-        if strict:
-            header.check_known()
-        return config
-
-
-# --- Rows and columns ---
-
-
-def _heads(config: Config, count: int, *, first: int, width: int) -> Ranges:
-    """Return the value heads of `width` each from `first` on, those of a key head together.
-
-    The converter puts the first heads of all key heads first, then the second ones.
-    """
-    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if not 0 < keys <= values or values % keys or first + values * width != count:
-        return []
-    order = (k + keys * r for k in range(keys) for r in range(values // keys))
-    return [(first + h * width, first + (h + 1) * width) for h in order]
-
-
-def _value_heads(config: Config, count: int) -> Ranges:
-    return _heads(config, count, first=0, width=config["linear_value_head_dim"])
-
-
-def _value_numbers(config: Config, count: int) -> Ranges:
-    return _heads(config, count, first=0, width=1)
-
-
-def _behind_keys(config: Config, count: int) -> Ranges:
-    """Return queries and keys as they are, then value heads."""
-    first = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    values = _heads(config, count, first=first, width=config["linear_value_head_dim"])
-    return [(0, first), *values] if values else []
+# --- Qwen3-Next ---
 
 
 def _share(*which: int) -> Order:
@@ -201,148 +117,8 @@ def _parts(starts: list[int], width: int, heads: int, count: int, which: tuple[i
     return [(h * width + starts[p], h * width + ends[p]) for p in which for h in range(heads)]
 
 
-# --- Values ---
-
-
-def _a_log(values: np.ndarray) -> np.ndarray:
-    """Undo -exp; of what is not negative there is no logarithm."""
-    return np.log(-values)
-
-
-def _minus_one(values: np.ndarray) -> np.ndarray:
-    return values - 1
-
-
-# --- What all share ---
-
-ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor of factors that divide the frequencies of global layers: 1, or so large that a pair does
-not turn."""
-COMMON_KEYS: Mapping[str, str | Callable[[Header], Any]] = {
-    "num_hidden_layers": layers_of,
-    "hidden_size": "embedding_length",
-    "num_attention_heads": "attention.head_count",
-    "num_experts_per_tok": "expert_used_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-    "rope_theta": lambda h: h.number("rope.freq_base", 10000.0),
-}
-INERT = frozenset(["vocab_size", "rope.dimension_sections", "embedding_length_out"])
-"""Keys of any architecture that change nothing: positions of text have equal sections."""
-ONLY = {
-    "attention.causal": True,
-    "expert_weights_scale": 1.0,
-    "expert_weights_norm": True,
-    "expert_group_count": 1,
-    "expert_group_used_count": 1,
-    "expert_gating_func": SOFTMAX,
-}
-"""Keys with one value, where an architecture's record does not read them."""
-EXPERTS = {f"ffn_{p.removesuffix('_proj')}_exps": (p,) for p in PROJECTIONS}
-EXPERTS |= {"ffn_gate_up_exps": ("gate_proj", "up_proj")}
-"""GGUF's name of a stack of experts -> the projections that share its rows in equal parts."""
-
-_HEADS = {
-    "num_key_value_heads": lambda h: h.number(
-        "attention.head_count_kv", h.number("attention.head_count")
-    ),
-    "head_dim": head_dim,
-}
-_EXPERT_KEYS = {
-    "num_experts": "expert_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-# Experts that a sigmoid scores.
-_SCORED_KEYS = {
-    "n_routed_experts": "expert_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "intermediate_size": "feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "first_k_dense_replace": lambda h: h.number("leading_dense_block_count", 0),
-    "routed_scaling_factor": lambda h: h.number("expert_weights_scale", 0) or 1.0,
-    "norm_topk_prob": lambda h: h.flag("expert_weights_norm", False),
-    "n_group": lambda h: h.number("expert_group_count", 0) or 1,
-    "topk_group": lambda h: h.number("expert_group_used_count", 0) or 1,
-}
-
-IN_BLOCKS = frozenset(
-    [
-        "lm_head",
-        *(f"self_attn.{p}_proj" for p in "qkvo"),
-        *(f"linear_attn.in_proj_{p}" for p in ("qkv", "z")),
-        "linear_attn.out_proj",
-        *(
-            f"{mlp}.{p}"
-            for mlp in ("mlp", "mlp.shared_expert", "mlp.shared_experts")
-            for p in PROJECTIONS
-        ),
-    ]
-)
-"""Matrices of the trunk, without their layer, that rows are multiplied with and nothing else: they
-may stay in blocks."""
-
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_FIRST_NORM = {"attn_norm": "input_layernorm"}
-_NORMS = _FIRST_NORM | {"ffn_norm": "post_attention_layernorm"}
-_POST_NORMS = _FIRST_NORM | {"post_attention_norm": "post_attention_layernorm"}
-_ROUTER = {"ffn_gate_inp": "mlp.gate"}
-_DENSE = {f"ffn_{n}": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-_SCORED = _ROUTER | {
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    **{f"ffn_{n}_shexp": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
-}
-_LATENT = {
-    "attn_q": "self_attn.q_proj",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    # The converter splits the matrix and turns the keys' half, as mlx-lm does.
-    "attn_k_b": "self_attn.embed_q",
-    "attn_v_b": "self_attn.unembed_out",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_output": "self_attn.o_proj",
-}
-_INDEXED = _LATENT | {
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-    "indexer.proj": "self_attn.indexer.weights_proj",
-}
-_GATED = _ROUTER | {
-    "ffn_gate_inp_shexp": Target("mlp.shared_expert_gate", row=True),
-    **{f"ffn_{n}_shexp": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")},
-}
-_DELTA = {
-    "ssm_norm": "linear_attn.norm",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_a": Target("linear_attn.A_log", values=_a_log),
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_out": "linear_attn.out_proj",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-}
-# Value heads in the order of ggml's broadcast.
-_REORDERED_DELTA = _DELTA | {
-    "ssm_conv1d": Target("linear_attn.conv1d", rows=_behind_keys),
-    "ssm_a": Target("linear_attn.A_log", rows=_value_numbers, values=_a_log),
-    "ssm_dt.bias": Target("linear_attn.dt_bias", rows=_value_numbers),
-    "ssm_out": Target("linear_attn.out_proj", columns=_value_heads),
-    "attn_qkv": Target("linear_attn.in_proj_qkv", rows=_behind_keys),
-    "attn_gate": Target("linear_attn.in_proj_z", rows=_value_heads),
-    "ssm_beta": Target("linear_attn.in_proj_b", rows=_value_numbers),
-    "ssm_alpha": Target("linear_attn.in_proj_a", rows=_value_numbers),
-}
 # As transformers has them; older files have them in one tensor.
-_GROUPED_DELTA = _DELTA | {
+_GROUPED_DELTA = DELTA | {
     "ssm_in": (
         Target("linear_attn.in_proj_qkv", rows=_share(0, 1, 2)),
         Target("linear_attn.in_proj_z", rows=_share(3)),
@@ -352,14 +128,97 @@ _GROUPED_DELTA = _DELTA | {
         Target("linear_attn.in_proj_a", rows=_half(1)),
     ),
 }
-_DELTA_KEYS = (
-    _HEADS
-    | _EXPERT_KEYS
-    | {
-        "partial_rotary_factor": turned_part,
-        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    }
+
+_QWEN3NEXT = Architecture(
+    "qwen3next",
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    names=ENDS | POST_NORMS | ATTENTION | HEAD_NORMS | _GROUPED_DELTA | GATED,
+    keys=DELTA_KEYS | {"intermediate_size": lambda h: h.number("feed_forward_length", None)},
+    groups=(rope, delta_net),
 )
+
+
+# --- Qwen3.5, Qwen3.6 ---
+
+_QWEN35MOE = Architecture(
+    "qwen35moe",
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    names=ENDS | POST_NORMS | ATTENTION | HEAD_NORMS | REORDERED_DELTA | GATED,
+    keys=DELTA_KEYS,
+    groups=(rope, delta_net),
+    inert=frozenset(["feed_forward_length"]),
+)
+
+
+# --- Qwen-4-Exp ---
+
+
+def indexer(header: Header) -> Config:
+    """Return the keys of attention to chosen blocks.
+
+    Raises:
+        UnsupportedError: A layer of attention has none, or they have several ratios.
+    """
+    layers, interval = layers_of(header), header.number("full_attention_interval", 4)
+    ratios = header.integers("attention.compress_ratios")[:layers]
+    marks = header.integers("attention.recurrent_layers", [])
+    if not marks and type(interval) is int and interval > 0:
+        marks = [(i + 1) % interval for i in range(len(ratios))]
+    chosen = {ratio for ratio, linear in zip(ratios, marks, strict=False) if not linear}
+    if len(ratios) < layers or len(chosen) != 1 or 0 in chosen:
+        key = header.name("attention.compress_ratios")
+        raise UnsupportedError(
+            f"{header.file}: {key} of the layers of attention are {sorted(chosen)}; only one that "
+            "is not 0 is computed."
+        )
+    return {
+        "indexer_n_heads": header.number("attention.indexer.head_count"),
+        "indexer_head_dim": header.number("attention.indexer.key_length"),
+        "indexer_budget": header.number("attention.indexer.top_k"),
+        "indexer_compress_ratio": chosen.pop(),
+    }
+
+
+def ngrams(header: Header) -> Config:
+    """Return the keys of a layer's table of n-grams, with the constants of its hashes."""
+    layers = header.integers("ple.layers", [])
+    if not layers:
+        return {"ple_layer_ids": []}
+    if len(layers) > 1:
+        raise UnsupportedError(
+            f"{header.file}: {header.name('ple.layers')} has {len(layers)} layers; the file has "
+            "the hashes of one."
+        )
+    tokens, heads = header.number("ple.ngram_size"), header.number("ple.heads_per_ngram")
+    rows = header.integers("ple.head_vocab_sizes")
+    if header.integers("ple.head_offsets") != list(accumulate(rows, initial=0))[:-1]:
+        raise UnsupportedError(
+            f"{header.file}: {header.name('ple.head_offsets')} are not the sums of "
+            f"{header.name('ple.head_vocab_sizes')}; only those are computed."
+        )
+    return {
+        "ple_layer_ids": [layers[0] + 1],
+        "ngram_size": tokens,
+        "heads_per_ngram": heads,
+        "ple_conv_kernel_size": header.number("ple.conv_kernel"),
+        "ple_embed_dim": header.number("embedding_length_per_layer_input") * (tokens - 1) * heads,
+        "ngram_head_rows": rows,
+        "ngram_multipliers": header.integers("ple.layer_multipliers"),
+        "eos_token_id": header.number("ple.eos_token_id"),
+    }
+
+
+def _ngram_table(config: Config, rows: int) -> tuple[int, Config] | None:
+    """The table is filled up to a number of rows that no key says."""
+    layers = config.get("ple_layer_ids")
+    return (layers[0] - 1, {"make_ngram_vocab_size_divisible_by": rows}) if layers else None
+
+
+def _minus_one(values: np.ndarray) -> np.ndarray:
+    return values - 1
+
 
 _STREAMS = {
     f"{theirs}_{part}": f"{ours}.{name}"
@@ -379,192 +238,353 @@ _STREAMS = {
 # The converter adds one to norms; checkpoints of this architecture keep them zero-centred.
 _CENTRED = {
     **{name: ours for name, ours in _STREAMS.items() if name.endswith("_norm")},
-    **_HEAD_NORMS,
+    **HEAD_NORMS,
     "indexer.q_norm": "self_attn.indexer.q_layernorm",
     "indexer.k_norm": "self_attn.indexer.k_layernorm",
     **{f"ple_norm_{n}": f"ple.norm_{n}" for n in ("key", "query", "conv")},
 }
 
+_QWEN4EXP = Architecture(
+    "qwen4exp",
+    "qwen4_exp",
+    "Qwen4ExpForConditionalGeneration",
+    names=ENDS
+    | ATTENTION
+    | REORDERED_DELTA
+    | GATED
+    | _STREAMS
+    | {name: Target(ours, values=_minus_one) for name, ours in _CENTRED.items()}
+    | {
+        "indexer.q_proj": Target("self_attn.indexer.index_qk_proj"),
+        "indexer.k_proj": Target("self_attn.indexer.index_qk_proj", place=1),
+        "ple_key": "ple.key_proj",
+        "ple_value": "ple.value_proj",
+        "ple_conv1d": "ple.conv1d",
+        "per_layer_token_embd": Target(
+            "model.layers.{layer}.ple.ple_embedding.ngram_embedding", table=_ngram_table
+        ),
+    },
+    keys=DELTA_KEYS
+    | {"hc_count": "hyper_connection.count", "hc_lowrank": "hyper_connection.low_rank"},
+    groups=(rope, delta_net, indexer, ngrams),
+    fixed={"output_gate_type": "sigmoid", "indexer_kv_heads": 1},
+    inert=frozenset(["feed_forward_length", "ple.image_token_id"]),
+    wrapped=True,
+)
+
+
+# --- gpt-oss ---
+
+
+def exact_rope(header: Header) -> Config:
+    """Return ``rope_scaling`` of gpt-oss, whose YaRN keeps fractions of pairs; llama.cpp rounds
+    them, and files do not say it. Layers with a window have the same base."""
+    header.only("rope.freq_base_swa", header.get("rope.freq_base", 10000.0))
+    scaling = rope(header)["rope_scaling"]
+    return {"rope_scaling": scaling and scaling | {"truncate": False}}
+
+
+_GPT_OSS = Architecture(
+    "gpt-oss",
+    "gpt_oss",
+    "GptOssForCausalLM",
+    names=ENDS
+    | POST_NORMS
+    | ATTENTION
+    | {"ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks"},
+    keys=HEAD_KEYS
+    | {
+        "head_dim": turned_head_dim,
+        "num_local_experts": "expert_count",
+        "intermediate_size": "expert_feed_forward_length",
+        "sliding_window": "attention.sliding_window",
+    },
+    groups=(exact_rope,),
+    fixed={"swiglu_limit": 7.0},
+    # Every other layer has the window; the softmax is over the chosen experts.
+    only={"attention.sliding_window_pattern": 2, "expert_gating_func": 3},
+    inert=frozenset(["feed_forward_length"]),
+)
+
+
+# --- DeepSeek-V3, Kimi-K2, GLM-4.7-Flash ---
+
+_DEEPSEEK2 = Architecture(
+    "deepseek2",
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    names=ENDS | NORMS | DENSE | SCORED | LATENT,
+    keys=SCORED_KEYS
+    | {
+        "q_lora_rank": lambda h: h.number("attention.q_lora_rank", None),
+        "scoring_func": gating,
+    },
+    groups=(latent_rope, latent_heads),
+    fixed={"num_nextn_predict_layers": 0},
+    inert=frozenset(["attention.head_count_kv"]),
+)
+
+
+# --- GLM-4.5 to 4.7 ---
+
+_GLM4MOE = Architecture(
+    "glm4moe",
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    names=ENDS | POST_NORMS | ATTENTION | HEAD_NORMS | DENSE | SCORED,
+    keys=HEAD_KEYS | SCORED_KEYS | {"partial_rotary_factor": turned_part},
+    groups=(rope,),
+    fixed={"num_nextn_predict_layers": 0},
+    only={"expert_gating_func": SIGMOID},
+    stored={
+        "use_qk_norm": lambda held: held.count("self_attn.q_norm.weight") > 0,
+        "attention_bias": lambda held: held.count("self_attn.q_proj.bias") > 0,
+    },
+)
+
+
+# --- DeepSeek-V3.2 ---
+
+_DEEPSEEK32 = Architecture(
+    "deepseek32",
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    names=ENDS | NORMS | DENSE | SCORED | INDEXED,
+    keys=SCORED_KEYS | {"q_lora_rank": "attention.q_lora_rank", "scoring_func": gating},
+    groups=(latent_rope, latent_heads, chosen_positions),
+    fixed={"num_nextn_predict_layers": 0},
+    inert=frozenset(["attention.head_count_kv"]),
+)
+
+
+# --- GLM-5 ---
+
+# Of GLM-5.2 and 5.3, by which llama.cpp knows them in files that do not say which layers have an
+# indexer.
+_LONG_CONTEXT = 1 << 20
+
+
+def indexer_types(header: Header) -> Config:
+    """Return which layers have an indexer. Without the key all have one; in GLM-5.2 and 5.3 the
+    first two and every fourth from there."""
+    layers = layers_of(header)
+    late = header.number("context_length") >= _LONG_CONTEXT
+    default = [int(i < 2 or (i - 2) % 4 == 0 or not late) for i in range(layers)]
+    own = header.integers("attention.indexer.types", []) or default
+    return {"indexer_types": ["full" if one else "shared" for one in own[:layers]]}
+
+
+_GLM_DSA = Architecture(
+    "glm-dsa",
+    "glm_moe_dsa",
+    "GlmMoeDsaForCausalLM",
+    names=ENDS | NORMS | DENSE | SCORED | INDEXED,
+    keys=SCORED_KEYS | {"q_lora_rank": "attention.q_lora_rank"},
+    groups=(latent_rope, latent_heads, chosen_positions, indexer_types),
+    fixed={"num_nextn_predict_layers": 0},
+    only={"expert_gating_func": SIGMOID},
+    inert=frozenset(["attention.head_count_kv"]),
+)
+
+
+# --- Laguna ---
+
+
+def laguna_layers(header: Header) -> Config:
+    """Return Laguna's keys of single layers: heads, windows, dense ones, ropes. The converter
+    writes config.json's ``attention_factor`` of YaRN as it is."""
+    layers, period = layers_of(header), header.number("attention.sliding_window_pattern", 4)
+    window = header.number("attention.sliding_window", 0)
+    if type(period) is not int or period < 1:
+        raise header.wrong("attention.sliding_window_pattern", period, "a number of layers")
+    kinds = [WINDOWED if window and i % period else FULL for i in range(layers)]
+    width = header.number("attention.key_length")
+    header.only("attention.value_length", width)
+    heads, dense = of_layers(header, "attention.head_count"), _leading_dense(header)
+    scaled = scaled_rope(header)
+    full: Config = {"rope_type": "default"}
+    if scaled is not None:
+        full, found = scaled
+        factor = found.pop("yarn_attn_factor", None)
+        refuse_more(header, found)
+        full |= {} if factor is None else {"attention_factor": factor}
+    base = header.number("rope.freq_base", 10000.0)
+    turned = header.number("rope.dimension_count", width)
+    windowed = header.number("rope.dimension_count_swa", width)
+    windowed_base = header.number("rope.freq_base_swa", base)
+    return {
+        "head_dim": width,
+        "num_attention_heads": heads[0],
+        "num_attention_heads_per_layer": heads,
+        "layer_types": kinds,
+        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(layers)],
+        "sliding_window": window or None,
+        "rope_parameters": {
+            FULL: full | _rope_of(base, turned, width),
+            WINDOWED: {"rope_type": "default"} | _rope_of(windowed_base, windowed, width),
+        },
+    }
+
+
+def _leading_dense(header: Header) -> int:
+    dense = header.number("leading_dense_block_count", 0)
+    if type(dense) is not int or dense < 0:
+        raise header.wrong("leading_dense_block_count", dense, "a number of layers")
+    return dense
+
+
+def _rope_of(base: float, turned: Any, width: Any) -> Config:
+    share = turned / width if width else 0.0
+    return {"rope_theta": base, "partial_rotary_factor": share}
+
+
+_LAGUNA = Architecture(
+    "laguna",
+    "laguna",
+    "LagunaForCausalLM",
+    names=ENDS
+    | NORMS
+    | ATTENTION
+    | HEAD_NORMS
+    | DENSE
+    | SCORED
+    | {"attn_gate": "self_attn.g_proj"},
+    keys=EXPERT_KEYS
+    | {
+        "num_attention_heads": lambda h: None,  # with the layers
+        "rope_theta": lambda h: None,
+        "num_key_value_heads": "attention.head_count_kv",
+        "intermediate_size": "feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "moe_routed_scaling_factor": "expert_weights_scale",
+    },
+    groups=(laguna_layers,),
+    only={"expert_gating_func": SIGMOID, "expert_shared_count": 1},
+)
+
+
+# --- Gemma-4 ---
+
+# Tensor of factors that divide the frequencies of global layers: 1, or so large that a pair does
+# not turn.
+_ROPE_FACTORS, _NO_TURN = "rope_freqs.weight", 1e20
+
+
+def gemma_layers(header: Header) -> Config:
+    """Return Gemma-4's keys of windows and global layers. How much of a head global layers turn,
+    the factors of frequencies say."""
+    marks = header.integers("attention.sliding_window_pattern")[: layers_of(header)]
+    kinds = [WINDOWED if mark else FULL for mark in marks]
+    widths = []
+    for end in ("", "_swa"):
+        width = header.number(f"attention.key_length{end}")
+        header.only(f"attention.value_length{end}", width)
+        header.only(f"rope.dimension_count{end}", width)
+        widths.append(width)
+    rows = of_layers(header, "attention.head_count_kv")
+    each = {kind: {n for n, own in zip(rows, kinds, strict=False) if own == kind} for kind in kinds}
+    for found in each.values():
+        if len(found) > 1:
+            raise header.wrong("attention.head_count_kv", rows, "one number for a kind of layers")
+    (whole,), (windowed,) = (each.get(kind, {rows[0]}) for kind in (FULL, WINDOWED))
+    bases = header.number("rope.freq_base", 10000.0), header.number("rope.freq_base_swa", 10000.0)
+    return {
+        "layer_types": kinds,
+        "sliding_window": header.number("attention.sliding_window"),
+        "global_head_dim": widths[0],
+        "head_dim": widths[1],
+        "num_global_key_value_heads": whole,
+        "num_key_value_heads": windowed,
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": bases[0]},
+            WINDOWED: {"rope_type": "default", "rope_theta": bases[1]},
+        },
+    }
+
+
+def _turned_ropes(held: Held) -> Config:
+    """Return the ropes with the share of a global head's pairs that turn; the tensor that says it
+    is no parameter.
+
+    Raises:
+        CheckpointError: It is missing.
+        UnsupportedError: A factor is neither 1 nor so large that its pair does not turn, or they
+            are in another order.
+    """
+    ref = held.tensors.pop(_ROPE_FACTORS, None)
+    if ref is None or ref.dtype != "F32" or len(ref.shape) != 1:
+        raise CheckpointError(
+            f"{held.path} has no vector '{_ROPE_FACTORS}' in F32; download it again."
+        )
+    factors = np.empty(ref.shape, np.float32)
+    ref.read_into(memoryview(factors.data))
+    turns = int((factors == 1).sum())
+    # Of a file on the hub `plan` has headers alone; the tensors are zeros.
+    known = (factors[:turns] == 1).all() and (factors[turns:] >= _NO_TURN).all() and turns
+    if factors.any() and not known:
+        raise UnsupportedError(
+            f"{held.path}: '{_ROPE_FACTORS}' has other factors than 1 and, behind them, 1e30; only "
+            "those are computed."
+        )
+    share = turns / len(factors) if factors.any() else 1.0
+    ropes = held.config["rope_parameters"]
+    return {**ropes, FULL: ropes[FULL] | {"partial_rotary_factor": share}}
+
+
+_GEMMA4 = Architecture(
+    "gemma4",
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    names=ENDS
+    | ATTENTION
+    | HEAD_NORMS
+    | DENSE
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        _ROPE_FACTORS: _ROPE_FACTORS,
+    },
+    keys=EXPERT_KEYS
+    | {
+        "rope_theta": lambda h: None,  # with the layers
+        "top_k_experts": "expert_used_count",
+        "intermediate_size": "feed_forward_length",
+        "final_logit_softcapping": lambda h: h.number("final_logit_softcapping", None),
+    },
+    groups=(gemma_layers,),
+    fixed={"enable_moe_block": True, "hidden_size_per_layer_input": 0},
+    only={"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
+    stored={
+        "attention_k_eq_v": lambda held: held.count("self_attn.v_proj.weight") < held.layers,
+        "rope_parameters": _turned_ropes,
+    },
+)
+
+
 ARCHITECTURES = {
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        names=_ENDS | _NORMS | _ATTENTION | _HEAD_NORMS | _ROUTER | _DENSE,
-        keys=_HEADS
-        | _EXPERT_KEYS
-        | {
-            "head_dim": turned_head_dim,
-            "intermediate_size": lambda h: h.number(
-                "feed_forward_length", h.number("expert_feed_forward_length")
-            ),
-        },
-        groups=(rope,),
-        # llama.cpp divides by the sum in this architecture and ignores the file.
-        fixed={"norm_topk_prob": True},
-        inert=frozenset(["expert_weights_norm"]),
-        dense=True,
-    ),
-    "qwen3next": Architecture(
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        names=_ENDS | _POST_NORMS | _ATTENTION | _HEAD_NORMS | _GROUPED_DELTA | _GATED,
-        keys=_DELTA_KEYS | {"intermediate_size": lambda h: h.number("feed_forward_length", None)},
-        groups=(rope, delta_net),
-    ),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        names=_ENDS | _POST_NORMS | _ATTENTION | _HEAD_NORMS | _REORDERED_DELTA | _GATED,
-        keys=_DELTA_KEYS,
-        groups=(rope, delta_net),
-        inert=frozenset(["feed_forward_length"]),
-    ),
-    "qwen4exp": Architecture(
-        "qwen4_exp",
-        "Qwen4ExpForConditionalGeneration",
-        names=_ENDS
-        | _ATTENTION
-        | _REORDERED_DELTA
-        | _GATED
-        | _STREAMS
-        | {name: Target(ours, values=_minus_one) for name, ours in _CENTRED.items()}
-        | {
-            "indexer.q_proj": Target("self_attn.indexer.index_qk_proj"),
-            "indexer.k_proj": Target("self_attn.indexer.index_qk_proj", place=1),
-            "ple_key": "ple.key_proj",
-            "ple_value": "ple.value_proj",
-            "ple_conv1d": "ple.conv1d",
-            "per_layer_token_embd": Target(
-                "model.layers.{ple}.ple.ple_embedding.ngram_embedding", table=True
-            ),
-        },
-        keys=_DELTA_KEYS
-        | {"hc_count": "hyper_connection.count", "hc_lowrank": "hyper_connection.low_rank"},
-        groups=(rope, delta_net, indexer, ngrams),
-        fixed={"output_gate_type": "sigmoid", "indexer_kv_heads": 1},
-        inert=frozenset(["feed_forward_length", "ple.image_token_id"]),
-        wrapped=True,
-    ),
-    "gpt-oss": Architecture(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        names=_ENDS
-        | _POST_NORMS
-        | _ATTENTION
-        | {"ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks"},
-        keys=_HEADS
-        | {
-            "head_dim": turned_head_dim,
-            "num_local_experts": "expert_count",
-            "intermediate_size": "expert_feed_forward_length",
-            "sliding_window": "attention.sliding_window",
-        },
-        groups=(exact_rope,),
-        fixed={"swiglu_limit": 7.0},
-        # Every other layer has the window; the softmax is over the chosen experts.
-        only={"attention.sliding_window_pattern": 2, "expert_gating_func": 3},
-        inert=frozenset(["feed_forward_length"]),
-    ),
-    "deepseek2": Architecture(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        names=_ENDS | _NORMS | _DENSE | _SCORED | _LATENT,
-        keys=_SCORED_KEYS
-        | {
-            "q_lora_rank": lambda h: h.number("attention.q_lora_rank", None),
-            "scoring_func": gating,
-        },
-        groups=(latent_rope, latent_heads),
-        fixed={"num_nextn_predict_layers": 0},
-        inert=frozenset(["attention.head_count_kv"]),
-    ),
-    "glm4moe": Architecture(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        names=_ENDS | _POST_NORMS | _ATTENTION | _HEAD_NORMS | _DENSE | _SCORED,
-        keys=_HEADS | _SCORED_KEYS | {"partial_rotary_factor": turned_part},
-        groups=(rope,),
-        fixed={"num_nextn_predict_layers": 0},
-        only={"expert_gating_func": SIGMOID},
-        present={
-            "use_qk_norm": "self_attn.q_norm.weight",
-            "attention_bias": "self_attn.q_proj.bias",
-        },
-    ),
-    "deepseek32": Architecture(
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        names=_ENDS | _NORMS | _DENSE | _SCORED | _INDEXED,
-        keys=_SCORED_KEYS | {"q_lora_rank": "attention.q_lora_rank", "scoring_func": gating},
-        groups=(latent_rope, latent_heads, chosen_positions),
-        fixed={"num_nextn_predict_layers": 0},
-        inert=frozenset(["attention.head_count_kv"]),
-    ),
-    "glm-dsa": Architecture(
-        "glm_moe_dsa",
-        "GlmMoeDsaForCausalLM",
-        names=_ENDS | _NORMS | _DENSE | _SCORED | _INDEXED,
-        keys=_SCORED_KEYS | {"q_lora_rank": "attention.q_lora_rank"},
-        groups=(latent_rope, latent_heads, chosen_positions, indexer_types),
-        fixed={"num_nextn_predict_layers": 0},
-        only={"expert_gating_func": SIGMOID},
-        inert=frozenset(["attention.head_count_kv"]),
-    ),
-    "laguna": Architecture(
-        "laguna",
-        "LagunaForCausalLM",
-        names=_ENDS
-        | _NORMS
-        | _ATTENTION
-        | _HEAD_NORMS
-        | _DENSE
-        | _SCORED
-        | {"attn_gate": "self_attn.g_proj"},
-        keys=_EXPERT_KEYS
-        | {
-            "num_attention_heads": lambda h: None,  # with the layers
-            "rope_theta": lambda h: None,
-            "num_key_value_heads": "attention.head_count_kv",
-            "intermediate_size": "feed_forward_length",
-            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-            "moe_routed_scaling_factor": "expert_weights_scale",
-        },
-        groups=(laguna_layers,),
-        only={"expert_gating_func": SIGMOID, "expert_shared_count": 1},
-    ),
-    "gemma4": Architecture(
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        names=_ENDS
-        | _ATTENTION
-        | _HEAD_NORMS
-        | _DENSE
-        | {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-            "post_ffw_norm_1": "post_feedforward_layernorm_1",
-            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-            "post_ffw_norm_2": "post_feedforward_layernorm_2",
-            "layer_output_scale.weight": "layer_scalar",
-            "ffn_gate_inp": "router.proj",
-            "ffn_gate_inp.scale": "router.scale",
-            "ffn_down_exps.scale": "router.per_expert_scale",
-            ROPE_FACTORS: ROPE_FACTORS,
-        },
-        keys=_EXPERT_KEYS
-        | {
-            "rope_theta": lambda h: None,  # with the layers
-            "top_k_experts": "expert_used_count",
-            "intermediate_size": "feed_forward_length",
-            "final_logit_softcapping": lambda h: h.number("final_logit_softcapping", None),
-        },
-        groups=(gemma_layers,),
-        fixed={"enable_moe_block": True, "hidden_size_per_layer_input": 0},
-        only={"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
-        lacking={"attention_k_eq_v": "self_attn.v_proj.weight"},
-    ),
+    record.name: record
+    for record in (
+        _QWEN3MOE,
+        _QWEN3NEXT,
+        _QWEN35MOE,
+        _QWEN4EXP,
+        _GPT_OSS,
+        _DEEPSEEK2,
+        _GLM4MOE,
+        _DEEPSEEK32,
+        _GLM_DSA,
+        _LAGUNA,
+        _GEMMA4,
+    )
 }
 """By ``general.architecture``."""
 

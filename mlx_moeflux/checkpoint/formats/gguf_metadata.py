@@ -1,5 +1,5 @@
-"""What the metadata of GGUF files say in config.json's words: functions of a header that
-:mod:`mlx_moeflux.checkpoint.formats.gguf_architectures` puts together.
+"""What the metadata of GGUF files say in config.json's words: keys and functions of a header that
+several families share.
 
 Source: llama.cpp's `src/llama-model.cpp`, `src/llama-context.cpp` (YaRN's factors) and
 `src/models/`; what an absent key means is what llama.cpp computes then. Every function may raise
@@ -9,7 +9,7 @@ ConfigError for a key that is missing or of another type.
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,11 @@ from mlx_moeflux.checkpoint.formats.gguf_header import Header
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 Config = dict[str, Any]
+Keys = Mapping[str, str | Callable[[Header], Any]]
+"""config.json's key -> GGUF's behind the architecture, which must be a number, or a function of the
+header."""
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""Values of ``layer_types``."""
 SOFTMAX, SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 
@@ -69,7 +74,7 @@ _SCALING = {
 }
 
 
-def _scaled(header: Header) -> tuple[Config, Config] | None:
+def scaled_rope(header: Header) -> tuple[Config, Config] | None:
     """Return ``rope_scaling`` of config.json and the remaining keys of the group; None for a plain
     rope.
 
@@ -100,7 +105,7 @@ def _scaled(header: Header) -> tuple[Config, Config] | None:
     return scaling | {"rope_type": "yarn"}, found
 
 
-def _no_more(header: Header, found: Config) -> None:
+def refuse_more(header: Header, found: Config) -> None:
     if unknown := [key for key, value in found.items() if value]:
         key = header.name(f"rope.scaling.{unknown[0]}")
         raise UnsupportedError(f"{header.file}: nothing here computes {key}.")
@@ -111,29 +116,21 @@ def rope(header: Header) -> Config:
 
     Defaults and the attention factor are llama.cpp's: YaRN's own factor times two of the file.
     """
-    scaled = _scaled(header)
+    scaled = scaled_rope(header)
     if scaled is None:
         return {"rope_scaling": None}
     scaling, found = scaled
     attention = found.pop("attn_factor", 1.0) * found.pop("yarn_attn_factor", 1.0)
-    _no_more(header, found)
+    refuse_more(header, found)
     if attention != 1:
         scaling["attention_factor"] = attention * (1 + 0.1 * math.log(max(scaling["factor"], 1)))
     return {"rope_scaling": scaling}
 
 
-def exact_rope(header: Header) -> Config:
-    """Return ``rope_scaling`` of gpt-oss, whose YaRN keeps fractions of pairs; llama.cpp rounds
-    them, and files do not say it. Layers with a window have the same base."""
-    header.only("rope.freq_base_swa", header.get("rope.freq_base", 10000.0))
-    scaling = rope(header)["rope_scaling"]
-    return {"rope_scaling": scaling and scaling | {"truncate": False}}
-
-
 def latent_rope(header: Header) -> Config:
     """Return ``rope_scaling`` of a model with latent attention: the softmax alone is scaled, by
     ``yarn_log_multiplier``, a tenth of ``mscale_all_dim``."""
-    scaled = _scaled(header)
+    scaled = scaled_rope(header)
     if scaled is None:
         return {"rope_scaling": None}
     scaling, found = scaled
@@ -141,7 +138,7 @@ def latent_rope(header: Header) -> Config:
     for key in ("attn_factor", "yarn_attn_factor"):
         if found.get(key) == 1:
             del found[key]
-    _no_more(header, found)
+    refuse_more(header, found)
     if not 0 < log < 1e6:
         key = header.name("rope.scaling.yarn_log_multiplier")
         raise UnsupportedError(f"{header.file}: {key} is {log!r}; YaRN needs it to be positive.")
@@ -225,61 +222,6 @@ def layers_of(header: Header) -> int:
     return every - prediction
 
 
-def indexer(header: Header) -> Config:
-    """Return the keys of attention to chosen blocks.
-
-    Raises:
-        UnsupportedError: A layer of attention has none, or they have several ratios.
-    """
-    layers, interval = layers_of(header), header.number("full_attention_interval", 4)
-    ratios = header.integers("attention.compress_ratios")[:layers]
-    marks = header.integers("attention.recurrent_layers", [])
-    if not marks and type(interval) is int and interval > 0:
-        marks = [(i + 1) % interval for i in range(len(ratios))]
-    chosen = {ratio for ratio, linear in zip(ratios, marks, strict=False) if not linear}
-    if len(ratios) < layers or len(chosen) != 1 or 0 in chosen:
-        key = header.name("attention.compress_ratios")
-        raise UnsupportedError(
-            f"{header.file}: {key} of the layers of attention are {sorted(chosen)}; only one that "
-            "is not 0 is computed."
-        )
-    return {
-        "indexer_n_heads": header.number("attention.indexer.head_count"),
-        "indexer_head_dim": header.number("attention.indexer.key_length"),
-        "indexer_budget": header.number("attention.indexer.top_k"),
-        "indexer_compress_ratio": chosen.pop(),
-    }
-
-
-def ngrams(header: Header) -> Config:
-    """Return the keys of a layer's table of n-grams, with the constants of its hashes."""
-    layers = header.integers("ple.layers", [])
-    if not layers:
-        return {"ple_layer_ids": []}
-    if len(layers) > 1:
-        raise UnsupportedError(
-            f"{header.file}: {header.name('ple.layers')} has {len(layers)} layers; the file has "
-            "the hashes of one."
-        )
-    tokens, heads = header.number("ple.ngram_size"), header.number("ple.heads_per_ngram")
-    rows = header.integers("ple.head_vocab_sizes")
-    if header.integers("ple.head_offsets") != list(accumulate(rows, initial=0))[:-1]:
-        raise UnsupportedError(
-            f"{header.file}: {header.name('ple.head_offsets')} are not the sums of "
-            f"{header.name('ple.head_vocab_sizes')}; only those are computed."
-        )
-    return {
-        "ple_layer_ids": [layers[0] + 1],
-        "ngram_size": tokens,
-        "heads_per_ngram": heads,
-        "ple_conv_kernel_size": header.number("ple.conv_kernel"),
-        "ple_embed_dim": header.number("embedding_length_per_layer_input") * (tokens - 1) * heads,
-        "ngram_head_rows": rows,
-        "ngram_multipliers": header.integers("ple.layer_multipliers"),
-        "eos_token_id": header.number("ple.eos_token_id"),
-    }
-
-
 def chosen_positions(header: Header) -> Config:
     """Return the keys of attention to chosen positions."""
     return {
@@ -289,27 +231,7 @@ def chosen_positions(header: Header) -> Config:
     }
 
 
-LONG_CONTEXT = 1 << 20
-"""Of GLM-5.2 and 5.3, by which llama.cpp knows them in files that do not say which layers have an
-indexer."""
-
-
-def indexer_types(header: Header) -> Config:
-    """Return which layers have an indexer. Without the key all have one; in GLM-5.2 and 5.3 the
-    first two and every fourth from there."""
-    layers = layers_of(header)
-    late = header.number("context_length") >= LONG_CONTEXT
-    default = [int(i < 2 or (i - 2) % 4 == 0 or not late) for i in range(layers)]
-    own = header.integers("attention.indexer.types", []) or default
-    return {"indexer_types": ["full" if one else "shared" for one in own[:layers]]}
-
-
-WINDOWED, FULL = "sliding_attention", "full_attention"
-# Pairs whose frequency is divided by so much do not turn.
-NO_TURN = 1e20
-
-
-def _of_layers(header: Header, key: str) -> list[Any]:
+def of_layers(header: Header, key: str) -> list[Any]:
     """Return a number for each layer, the same one if the file has one."""
     found, layers = header.get(key), layers_of(header)
     every = found if isinstance(found, list) else [found] * layers
@@ -318,97 +240,56 @@ def _of_layers(header: Header, key: str) -> list[Any]:
     return every[:layers]
 
 
-def laguna_layers(header: Header) -> Config:
-    """Return Laguna's keys of single layers: heads, windows, dense ones, ropes. The converter
-    writes config.json's ``attention_factor`` of YaRN as it is."""
-    layers, period = layers_of(header), header.number("attention.sliding_window_pattern", 4)
-    window = header.number("attention.sliding_window", 0)
-    if type(period) is not int or period < 1:
-        raise header.wrong("attention.sliding_window_pattern", period, "a number of layers")
-    kinds = [WINDOWED if window and i % period else FULL for i in range(layers)]
-    width = header.number("attention.key_length")
-    header.only("attention.value_length", width)
-    heads, dense = _of_layers(header, "attention.head_count"), _leading_dense(header)
-    scaled = _scaled(header)
-    full: Config = {"rope_type": "default"}
-    if scaled is not None:
-        full, found = scaled
-        factor = found.pop("yarn_attn_factor", None)
-        _no_more(header, found)
-        full |= {} if factor is None else {"attention_factor": factor}
-    base = header.number("rope.freq_base", 10000.0)
-    turned = header.number("rope.dimension_count", width)
-    windowed = header.number("rope.dimension_count_swa", width)
-    windowed_base = header.number("rope.freq_base_swa", base)
-    return {
-        "head_dim": width,
-        "num_attention_heads": heads[0],
-        "num_attention_heads_per_layer": heads,
-        "layer_types": kinds,
-        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(layers)],
-        "sliding_window": window or None,
-        "rope_parameters": {
-            FULL: full | _rope_of(base, turned, width),
-            WINDOWED: {"rope_type": "default"} | _rope_of(windowed_base, windowed, width),
-        },
+# --- Keys ---
+
+COMMON_KEYS: Keys = {
+    "num_hidden_layers": layers_of,
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_experts_per_tok": "expert_used_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": lambda h: h.number("rope.freq_base", 10000.0),
+}
+"""Of every family."""
+INERT = frozenset(["vocab_size", "rope.dimension_sections", "embedding_length_out"])
+"""Keys of any architecture that change nothing: positions of text have equal sections."""
+ONLY = {
+    "attention.causal": True,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": True,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "expert_gating_func": SOFTMAX,
+}
+"""Keys with one value, where an architecture's record does not read them."""
+HEAD_KEYS = {
+    "num_key_value_heads": lambda h: h.number(
+        "attention.head_count_kv", h.number("attention.head_count")
+    ),
+    "head_dim": head_dim,
+}
+EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+# Experts that a sigmoid scores.
+SCORED_KEYS = {
+    "n_routed_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "intermediate_size": "feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": lambda h: h.number("leading_dense_block_count", 0),
+    "routed_scaling_factor": lambda h: h.number("expert_weights_scale", 0) or 1.0,
+    "norm_topk_prob": lambda h: h.flag("expert_weights_norm", False),
+    "n_group": lambda h: h.number("expert_group_count", 0) or 1,
+    "topk_group": lambda h: h.number("expert_group_used_count", 0) or 1,
+}
+DELTA_KEYS = (
+    HEAD_KEYS
+    | EXPERT_KEYS
+    | {
+        "partial_rotary_factor": turned_part,
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     }
-
-
-def _leading_dense(header: Header) -> int:
-    dense = header.number("leading_dense_block_count", 0)
-    if type(dense) is not int or dense < 0:
-        raise header.wrong("leading_dense_block_count", dense, "a number of layers")
-    return dense
-
-
-def _rope_of(base: float, turned: Any, width: Any) -> Config:
-    share = turned / width if width else 0.0
-    return {"rope_theta": base, "partial_rotary_factor": share}
-
-
-def gemma_layers(header: Header) -> Config:
-    """Return Gemma-4's keys of windows and global layers. How much of a head global layers turn,
-    the factors of frequencies say."""
-    marks = header.integers("attention.sliding_window_pattern")[: layers_of(header)]
-    kinds = [WINDOWED if mark else FULL for mark in marks]
-    widths = []
-    for end in ("", "_swa"):
-        width = header.number(f"attention.key_length{end}")
-        header.only(f"attention.value_length{end}", width)
-        header.only(f"rope.dimension_count{end}", width)
-        widths.append(width)
-    rows = _of_layers(header, "attention.head_count_kv")
-    each = {kind: {n for n, own in zip(rows, kinds, strict=False) if own == kind} for kind in kinds}
-    for found in each.values():
-        if len(found) > 1:
-            raise header.wrong("attention.head_count_kv", rows, "one number for a kind of layers")
-    (whole,), (windowed,) = (each.get(kind, {rows[0]}) for kind in (FULL, WINDOWED))
-    bases = header.number("rope.freq_base", 10000.0), header.number("rope.freq_base_swa", 10000.0)
-    return {
-        "layer_types": kinds,
-        "sliding_window": header.number("attention.sliding_window"),
-        "global_head_dim": widths[0],
-        "head_dim": widths[1],
-        "num_global_key_value_heads": whole,
-        "num_key_value_heads": windowed,
-        "rope_parameters": {
-            FULL: {"rope_type": "proportional", "rope_theta": bases[0]},
-            WINDOWED: {"rope_type": "default", "rope_theta": bases[1]},
-        },
-    }
-
-
-def turned_share(factors: np.ndarray, file: Any) -> float:
-    """Return the share of a head's pairs that turn, of factors that divide their frequencies.
-
-    Raises:
-        UnsupportedError: A factor is neither 1 nor so large that its pair does not turn, or they
-            are in another order.
-    """
-    turns = int((factors == 1).sum())
-    if not (factors[:turns] == 1).all() or not (factors[turns:] >= NO_TURN).all() or not turns:
-        raise UnsupportedError(
-            f"{file}: 'rope_freqs.weight' has other factors than 1 and, behind them, 1e30; only "
-            "those are computed."
-        )
-    return turns / len(factors)
+)
