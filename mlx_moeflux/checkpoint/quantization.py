@@ -35,9 +35,8 @@ from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
+DEFAULT_GROUP_SIZE = 64
 AFFINE = "affine"
-_BYTES = ("U8",)
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,14 @@ class Mode:
     """A quantisation mode.
 
     bits, group_sizes: A matrix has one of each; of blocks a group is a block.
-    scales: dtypes that ``scales`` may have; none: there are no scales.
-    biases: There are ``biases`` too, of the same dtype and shape.
+    scales: dtypes that ``scales`` may have, beside which floats have ``biases``; (): there are none.
     global_scale: A matrix may have one.
     block: What blocks of bytes hold, or None.
     """
 
     bits: tuple[int, ...]
     group_sizes: tuple[int, ...]
-    scales: tuple[str, ...] = _BYTES
-    biases: bool = False
+    scales: tuple[str, ...] = ("U8",)
     global_scale: bool = False
     block: BlockMode | None = None
 
@@ -71,7 +68,7 @@ class Mode:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the arrays of a matrix, besides a global scale."""
-        return PARTS[: 1 + bool(self.scales) + self.biases]
+        return PARTS[:1] if not self.scales else PARTS[:2] if self.scales == ("U8",) else PARTS
 
 
 MX_MODES = {
@@ -81,7 +78,7 @@ MX_MODES = {
 }
 """Those of MLX whose scales are bytes, by name."""
 MODES = {
-    AFFINE: Mode(BITS, GROUP_SIZES, scales=("BF16", "F16", "F32"), biases=True),
+    AFFINE: Mode(BITS, GROUP_SIZES, ("BF16", "F16", "F32")),
     **MX_MODES,
     **{n: Mode((b.bits,), (b.elements,), (), block=b) for n, b in BLOCK_MODES.items()},
 }
@@ -113,7 +110,7 @@ class QuantSpec:
     ) -> QuantSpec:
         """Return the quantisation of a mode; what is None is the mode's, or 4 bits in groups of
         64."""
-        known = _fixed(mode) or (DEFAULT_BITS, DEFAULT_GROUP_SIZE)
+        known = _fixed(mode) or (4, DEFAULT_GROUP_SIZE)
         return cls(
             known[0] if bits is None else bits, known[1] if group_size is None else group_size, mode
         )
