@@ -44,7 +44,7 @@ class Mode:
     """A quantisation mode.
 
     bits, group_sizes: A matrix has one of each; of blocks a group is a block.
-    scales: dtypes that ``scales`` may have, beside which floats have ``biases``; (): there are none.
+    scales: dtypes that ``scales`` may have; floats have ``biases`` beside them; (): there are none.
     global_scale: A matrix may have one.
     block: What blocks of bytes hold, or None.
     """
