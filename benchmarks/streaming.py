@@ -140,7 +140,7 @@ class Bench:
             speeds.append(disk_speed(self.experts))
         disk, (speed, hits, stall, read) = median(speeds), map(median, zip(*runs, strict=True))
         block = block_bytes(self.experts)
-        lookups = self.model._router.num_experts_per_tok * len(self.slots)
+        lookups = self.model.router.num_experts_per_tok * len(self.slots)
         missed = (1 - hits) * lookups * block
         layers = sum(n < self.model.config.num_experts for n in self.slots.values())
         most = 1 / full + 1.15 * missed * (1 / disk + 1 / INTO_GPU) + PER_LAYER * layers

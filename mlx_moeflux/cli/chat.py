@@ -111,11 +111,11 @@ def _run(args: argparse.Namespace, awake: Awake) -> int:
     quiet_unless_first(model)
     hint_speed(model)
     notes: list[str] = []
-    elastic = elastic_banks(model, memory_pressure(args), notes.append)
+    elastic = elastic_banks(model.runtime, memory_pressure(args), notes.append)
     assert model.plan is not None  # a loaded model has one
     with model, _cache(args, model.plan.reserved_bytes) as cache:
         mx.random.seed(args.seed % 2**64)
-        frontend = make_frontend(args, quiet=not model.leads)
+        frontend = make_frontend(args, quiet=not model.runtime.leads)
         conversation = Conversation(args, model, tokenizer, cache, options, frontend, elastic)
         if question is not None:
             conversation.turn(question)

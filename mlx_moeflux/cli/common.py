@@ -171,7 +171,7 @@ def hint_speed(model: Any) -> None:
     """Say which speed to expect, at the first run of a model from a disk."""
     from mlx_moeflux.measure.first_run import first_run_hint
 
-    if model.leads and (line := first_run_hint(model)):
+    if model.runtime.leads and (line := first_run_hint(model)):
         print(line, file=sys.stderr)
 
 
@@ -279,7 +279,7 @@ def silence() -> None:
 
 def quiet_unless_first(model: Any) -> None:
     """Leave standard output to rank 0."""
-    if not model.leads:
+    if not model.runtime.leads:
         silence()
 
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     )
     quiet_unless_first(model)
     hint_speed(model)
-    traced = args.trace and model.leads
+    traced = args.trace and model.runtime.leads
     tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:
         text_given = DEFAULT_PROMPT if given is None else given
@@ -122,14 +122,14 @@ def run(args: argparse.Namespace) -> int:
                 trying.end()
                 print(last.text, end="", flush=True)
         print(flush=True)
-        if args.stats and model.leads:
+        if args.stats and model.runtime.leads:
             written = 0
             if isinstance(known, PromptCache):
                 known.flush()
                 written = known.bytes_written
             table = stats_table(last.experts, model, details=args.details, written=written)
             print(table, file=sys.stderr)
-        if args.verbose and model.leads:
+        if args.verbose and model.runtime.leads:
             print(text.summary(last), file=sys.stderr)
     return 0
 

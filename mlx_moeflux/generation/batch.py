@@ -187,7 +187,7 @@ class BatchGenerator:
         """
         self._check_open()
         scheduler, runner = self._scheduler, self._runner
-        with self.model.lock, failures.reported(), runner.drafting(alone=scheduler.idle):
+        with self.model.runtime.lock, failures.reported(), runner.drafting(alone=scheduler.idle):
             runner.prepare()
             prefill = scheduler.schedule(self._batch.names)
             if prefill is not None:
@@ -231,7 +231,7 @@ class BatchGenerator:
         """
         uids = set(uids)
         states = {}
-        with self.model.lock:
+        with self.model.runtime.lock:
             gone = [s for s in self._batch.names if s.uid in uids]
             if return_prompt_caches:
                 states = {s.uid: self._batch.state(s) for s in gone}

@@ -170,7 +170,7 @@ class Drafter:
         """
         fixed, gate = self._drafting.fixed, self._drafting.gate
         most = min(gate.wanted() if fixed is None else fixed, room)
-        if most < 1 or self._model.observed:
+        if most < 1 or self._model.runtime.observers.active:
             return []
         # A source that observes proposes after the newest token alone.
         waits = self._knows_newest or self._observes or not ahead
@@ -229,18 +229,18 @@ class Drafter:
         """
         model, misses, given = self._model, self._misses(), 0
         rows: Any = mx.concatenate([newest.tokens.astype(mx.uint32), mx.array(drafts, mx.uint32)])
-        with model.lock, transaction(state):
+        with model.runtime.lock, transaction(state):
             with self.observing() as hidden:
                 logits = model.read_rows(rows[None], state)
             draws = (sample(logits[:, r], rows[: r + 1]) for r in range(rows.size))
             if at_once:
                 draws = iter(list(draws))
             mx.eval(logits)
-            model.start_eval()
+            model.runtime.start_eval()
         misses, following_id = self._misses() - misses, -1
         try:
             for value, draft in zip(rows.tolist(), [*drafts, None], strict=True):
-                with model.lock:
+                with model.runtime.lock:
                     following = next(draws)
                     drawn: Any = following.tokens.item()
                 following_id = int(drawn)
@@ -253,10 +253,10 @@ class Drafter:
                 if value in stops or following_id != draft:
                     break
         finally:
-            with model.lock:
+            with model.runtime.lock:
                 keep_rows(state, given)
         check_drawn([following_id], newest.logprobs.shape[-1])
-        with model.lock:
+        with model.runtime.lock:
             self.observe(hidden, given)
             self._note(drafts, given, following_id, misses)
 

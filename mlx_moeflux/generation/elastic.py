@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from mlx_moeflux.experts.budget import format_bytes
+from mlx_moeflux.experts.store import Streaming
 from mlx_moeflux.experts.system_memory import (
     MacPressure,
     MemoryPressure,
@@ -15,6 +15,7 @@ from mlx_moeflux.experts.system_memory import (
 )
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify.failures import lacks_memory
+from mlx_moeflux.models.runtime import Runtime
 
 # From one look at the system's memory to the next.
 LOOK_SECONDS = 0.5
@@ -45,7 +46,7 @@ class ElasticBanks:
 
     def __init__(
         self,
-        model: Any,
+        runtime: Runtime,
         pressure: MemoryPressure,
         tell: Callable[[str], object],
         *,
@@ -54,7 +55,7 @@ class ElasticBanks:
         calm_look: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._model, self._pressure, self._tell = model, pressure, tell
+        self._runtime, self._pressure, self._tell = runtime, pressure, tell
         self._available, self._least, self._clock = available, least, clock
         self._calm_look = calm_look
         self.shrunk = self.grown = 0
@@ -104,7 +105,8 @@ class ElasticBanks:
                 self.shrunk += 1
 
     def _grow(self, now: float) -> None:
-        wanted, block_bytes = self._after(self._steps - 1), self._model.store.block_bytes
+        wanted, block_bytes = self._after(self._steps - 1), self._runtime.store.block_bytes
+        assert block_bytes is not None  # a streamed store has them
         more = sum((n - self._left[layer]) * block_bytes[layer] for layer, n in wanted.items())
         available = self._available()
         wait, before = self._failed.get(self._steps, (0.0, 0))
@@ -121,7 +123,7 @@ class ElasticBanks:
 
     def _after(self, steps: int) -> dict[int, int]:
         """Return the slots after so many steps from the full ones."""
-        least = min(self._model.router.num_experts_per_tok, self._model.store.streaming.most_slots)
+        least = min(self._runtime.router.num_experts_per_tok, self._streaming.most_slots)
         return {
             layer: max(min(least, n), n * (STEPS - steps) // STEPS)
             for layer, n in self._full.items()
@@ -129,10 +131,10 @@ class ElasticBanks:
 
     def _resize(self, slots: dict[int, int], why: str) -> bool:
         """Give the layers so many slots; return False if there is no memory for the new arrays."""
-        streaming = self._model.store.streaming
+        streaming = self._streaming
         before = format_bytes(streaming.bank_bytes)
         try:
-            self._model.resize_banks(slots)
+            self._runtime.resize_banks(slots)
         except (RuntimeError, MemoryError) as error:
             if not lacks_memory(error):
                 raise
@@ -143,18 +145,24 @@ class ElasticBanks:
         return True
 
     def _slots(self) -> dict[int, int]:
-        return dict(self._model.store.streaming.slots)
+        return dict(self._streaming.slots)
+
+    @property
+    def _streaming(self) -> Streaming:
+        streaming = self._runtime.store.streaming
+        assert streaming is not None  # such banks alone are elastic
+        return streaming
 
 
 def elastic_banks(
-    model: Any, pressure: MemoryPressure | None, tell: Callable[[str], object]
+    runtime: Runtime, pressure: MemoryPressure | None, tell: Callable[[str], object]
 ) -> ElasticBanks | None:
-    """Return what shrinks the banks of `model`; None where there are none in the system's memory,
+    """Return what shrinks the banks of a model; None where there are none in the system's memory,
     or on several ranks, which wait for one another."""
-    store = model.store
+    store = runtime.store
     if pressure is None or store.streaming is None or store.ranks is not None:
         return None
     if device.kind() == "cuda":
         return None
     calm_look = CALM_LOOK_SECONDS if isinstance(pressure, MacPressure) else 0.0
-    return ElasticBanks(model, pressure, tell, least=least_available(), calm_look=calm_look)
+    return ElasticBanks(runtime, pressure, tell, least=least_available(), calm_look=calm_look)

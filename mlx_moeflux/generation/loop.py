@@ -121,7 +121,7 @@ def _steps(
     cache, resumed, drafting = loop.cache, loop.resumed, model.drafting
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
     drafter: Drafter | None = None
-    with model.lock, transaction(cache):
+    with model.runtime.lock, transaction(cache):
         if drafting is not None:
             known = 0 if resumed is None else resumed.position
             loop.drafter = drafter = drafting.begin(model, prompt.tolist(), read=known)
@@ -137,7 +137,7 @@ def _steps(
             if drafter is not None:
                 # The last token takes a plain step, so that nothing is drawn behind it.
                 room = MANY if max_tokens < 0 else max_tokens - count - 2
-                with model.lock:
+                with model.runtime.lock:
                     drafts = drafter.propose(following.tokens, room, ahead=ahead)
                 if drafts:
                     following = yield from loop.verify(following, drafts, reply)
@@ -151,13 +151,13 @@ def _steps(
             if not ahead:
                 check_drawn([token.item()], logprobs.size)
             # An interrupt may come at item(), when the cache has advanced already.
-            with model.lock, transaction(cache):
+            with model.runtime.lock, transaction(cache):
                 if count != max_tokens:
                     following = loop.step(token)
                 elif keep_last:
                     loop.read(token)
                 else:
-                    model.wait_for_ranks()
+                    model.runtime.wait_for_ranks()
                 value: Any = token.item()
                 check_drawn([value], logprobs.size)
                 check_finite(finite, prompt.shape[0] + len(reply))
@@ -174,7 +174,7 @@ def _steps(
                 mx.clear_cache()
     finally:
         if resumed is not None and resumed.keeps_reply and reply:
-            with model.lock:
+            with model.runtime.lock:
                 resumed.replied(reply)
 
 
@@ -277,12 +277,12 @@ class _Loop:
         """
         logits = self._logits(inputs)
         mx.eval(logits, [entry.state for entry in self.cache])
-        self.model.start_eval()
+        self.model.runtime.start_eval()
         return logits
 
     def step(self, inputs: mx.array) -> Sampled:
         """Schedule a step on inputs ``[T]`` and return the token that it gives."""
-        with self.model.ahead():
+        with self.model.runtime.ahead():
             return self._sampled(self._logits(inputs), inputs)
 
     def verify(
@@ -325,9 +325,9 @@ class _Loop:
                 self.tokens = new if seen is None else mx.concatenate([seen, new])
                 logits = processed(self.processors, self.tokens, raw)
             logprobs, finite = normalised(logits)
-            token = self.model.lead(drawn(self.sampler, logprobs))
+            token = self.model.runtime.lead(drawn(self.sampler, logprobs))
             mx.async_eval(token, logprobs, finite)
-            self.model.start_eval()
+            self.model.runtime.start_eval()
         except BaseException:
             mx.eval(raw)  # for the reason that read() gives
             raise

@@ -72,9 +72,9 @@ class Needs:
     @classmethod
     def of(cls, model: Any, *, prompt_tokens: int, state_bytes: int, batch: bool = False) -> Needs:
         """Return the needs of a generation: `cache` for the activations of a prompt call, `wired`
-        as ``model.wired_memory`` says: for trunk, bank, state and a head that drafts if it is
-        "auto"."""
-        wired = model.wired_memory
+        as ``model.runtime.wired_memory`` says: for trunk, bank, state and a head that drafts if it
+        is "auto"."""
+        wired = model.runtime.wired_memory
         if wired == OFF or (wired is None and batch):
             wired = 0
         elif not isinstance(wired, int):

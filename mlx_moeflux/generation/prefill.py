@@ -219,7 +219,7 @@ class Prefill:
         with transaction(entries):
             logits = self._model.read_together(tokens, states)
             mx.eval(logits, [entry.state for entry in entries])
-        self._model.start_eval()
+        self._model.runtime.start_eval()
         return logits
 
     def _call(self, tokens: mx.array, state: Any, until: float | None) -> mx.array | None:
@@ -230,7 +230,7 @@ class Prefill:
         with transaction(state):
             logits = self._model(tokens, cache=state, last_only=True)[:, -1]
             mx.eval(logits, [entry.state for entry in state])
-        self._model.start_eval()
+        self._model.runtime.start_eval()
         return logits
 
     def _until(

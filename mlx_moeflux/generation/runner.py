@@ -140,7 +140,7 @@ class Batch:
     def evaluate(self, *arrays: mx.array) -> None:
         """Evaluate the results of :meth:`step` and the states."""
         mx.eval(arrays, [entry.state for entry in self.entries])
-        self.model.start_eval()
+        self.model.runtime.start_eval()
 
     def transaction(self):
         """Return a context that rolls all states back if its block raises."""
@@ -169,11 +169,11 @@ def sampled(
     for i, sequence in enumerate(sequences):
         groups.setdefault(sequence.sampler, []).append(i)
     if len(groups) == 1:
-        return Sampled(model.lead(drawn(sequences[0].sampler, logprobs)), logprobs, finite)
+        return Sampled(model.runtime.lead(drawn(sequences[0].sampler, logprobs)), logprobs, finite)
     parts = [drawn(sampler, logprobs[mx.array(rows)]) for sampler, rows in groups.items()]
     order = [i for rows in groups.values() for i in rows]
     places = sorted(range(len(order)), key=order.__getitem__)
-    return Sampled(model.lead(mx.concatenate(parts)[mx.array(places)]), logprobs, finite)
+    return Sampled(model.runtime.lead(mx.concatenate(parts)[mx.array(places)]), logprobs, finite)
 
 
 class Runner:
@@ -332,16 +332,16 @@ class Runner:
     def _decode(self) -> Sampled:
         tokens = self._newest.tokens
         pending = [tokens] if self._ahead else []
-        with self.batch.transaction(), self.model.ahead():
+        with self.batch.transaction(), self.model.runtime.ahead():
             logits = self.batch.step(tokens)
             if any(sequence.processors for sequence in self.batch.names):
                 # A processor may wait for `tokens`; the model goes on meanwhile.
                 mx.async_eval(logits)
-                self.model.start_eval()
+                self.model.runtime.start_eval()
             following = sampled(self.model, logits, self.batch.names, pending=pending)
             if self._ahead:
                 mx.async_eval(following)
-                self.model.start_eval()
+                self.model.runtime.start_eval()
             else:
                 self.batch.evaluate(*following)
             # Wait inside the transaction, which an interrupt rolls back.

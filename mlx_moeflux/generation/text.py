@@ -118,7 +118,7 @@ def stream_generate(
         room = _room(model, None, len(ids))
         end = turn_end(tokenizer, prompt, ids, tools=tools, options=template_options)
         positions = {*breakpoints, *([end] if end else [])}
-        with model.lock:
+        with model.runtime.lock:
             resumed = prompt_cache.resume(model, ids, breakpoints=positions)
         warm_up(model.store, resumed.experts)
     else:
@@ -238,7 +238,7 @@ def generate(model, tokenizer, prompt, verbose=False, *, return_response=False, 
     """
     last: Any = None
     parts = []
-    with model.lock:
+    with model.runtime.lock:
         for last in stream_generate(model, tokenizer, prompt, **options):
             parts.append(last.text)
             if verbose:

@@ -419,7 +419,7 @@ def _fill(
         specs = {}
     compare_with_config(stored, source.config.name_rules(), {**specs, **expert_specs(layouts)})
     model.set_context_limit(options.max_context)
-    model.wired_memory = parse_wired_memory(options.wired_memory)
+    model.runtime.wired_memory = parse_wired_memory(options.wired_memory)
     model.identity = checkpoint.identity()
     model.experts_identity = partial(experts_identity, placed.identified)
     if options.kv_bits is not None:
@@ -439,11 +439,11 @@ def _fill(
             most_tokens=model.prefill_chunk,
         )
         of_trunk = trunk_bytes_to_decode(model, source.kernels.project, dtype)
-        model.decoding_bytes = max(of_experts, of_trunk)
+        model.runtime.decoding_bytes = max(of_experts, of_trunk)
         head = _open_head(model, source, placed, dtype)
         if head is not None:
             model.set_prediction(head.head)
-        store, model.plan = make_store(
+        store, model.runtime.plan = make_store(
             *(model, placed.mapped, layouts, options),
             part=placed.part,
             places=placed.places,

@@ -115,7 +115,7 @@ def make_store(
             num_experts=E,
             experts_per_token=K,
             trunk_bytes=trunk,
-            row_bytes=model.row_bytes,
+            row_bytes=model.runtime.row_bytes,
             kv_bytes=kv,
             memory=memory,
             reader=reader.name + (f" from {len(places)} places" if len(places) > 1 else ""),

@@ -339,15 +339,15 @@ class _Walk:
         if index not in model.moe_blocks():
             return self._run(index, rows), None, None
         few = dict.fromkeys(model.store.layers, model.router.num_experts_per_tok)
-        model.resize_banks(few)
+        model.runtime.resize_banks(few)
         # A block that is recorded does not run as one operation.
         with model.record([index], ["ids"]) as kept:
             streamed = self._run(index, rows)
             experts = kept[index]["ids"]
             mx.eval(experts)
-        model.resize_banks({**few, index: model.config.num_experts})
+        model.runtime.resize_banks({**few, index: model.config.num_experts})
         ours = self._run(index, rows)
-        model.resize_banks(few)
+        model.runtime.resize_banks(few)
         return ours, experts, _bits(ours) == _bits(streamed)
 
     def _run(self, index: int, rows: list[mx.array]) -> mx.array:

@@ -170,7 +170,7 @@ def _budgets(model: Any) -> list[str]:
         if (timed := model.store.streaming.timed_budget) is not None:
             most = timed.larger.nbytes
         most *= 2  # auto takes half of what is left
-    K, E = model._router.num_experts_per_tok, model.config.num_experts
+    K, E = model.router.num_experts_per_tok, model.config.num_experts
     shares = (min(share * most / all_bytes, 1.0) for share in SHARES)
     return [f"{100 * share:.4g}%" for share in sorted({max(share, K / E) for share in shares})]
 

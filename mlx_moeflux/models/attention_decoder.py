@@ -57,4 +57,4 @@ class AttentionDecoder(DecoderModel):
         heads = config.num_attention_heads
         attention = chunk * heads * (8 * config.head_dim + 3 * tokens)
         dense = 3 * chunk * config.intermediate_size
-        return 4 * (residual + max(attention, dense)) + self.expert_scratch_bytes()
+        return 4 * (residual + max(attention, dense)) + self.runtime.expert_scratch_bytes()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +20,10 @@ from mlx_moeflux.cache.state.spec import DTYPE_CODES, spec_of
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.errors import CacheError, InputError
-from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
-from mlx_moeflux.experts.compute import compute_scratch_bytes
-from mlx_moeflux.experts.io.row_table import RowStats, RowTable, sum_of
+from mlx_moeflux.experts.budget import Plan
+from mlx_moeflux.experts.io.row_table import RowStats
 from mlx_moeflux.experts.store import ExpertStore
-from mlx_moeflux.experts.telemetry.attribution import Attribution
-from mlx_moeflux.experts.telemetry.events import EventHook, joined, parted
-from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
+from mlx_moeflux.experts.telemetry.trace import TraceWriter
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
@@ -38,7 +34,7 @@ from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, declares_trace
 from mlx_moeflux.models.moe import HasKernels, Router, RouterLookahead, SparseMoeBlock
 from mlx_moeflux.models.packed_parameters import EXPERTS, keep_views, pack, release
 from mlx_moeflux.models.protocol import Decoder, named_parameters
-from mlx_moeflux.models.record import record
+from mlx_moeflux.models.runtime import Runtime
 from mlx_moeflux.models.state_spec import state_spec
 from mlx_moeflux.state_arrays import EntrySpec
 
@@ -56,18 +52,16 @@ def _blocks_in(part: Any) -> Iterator[SparseMoeBlock]:
 
 
 class StreamingModel(Module):
-    """Base of the models. Owns the expert store and the decode traces; frees them in ``close``.
+    """Base of the models. Owns the decode traces and, in ``runtime``, the expert store; frees them
+    in ``close``.
 
-    Subclasses set ``config``, ``model``, ``_kernels``, ``_router`` and define ``layers`` and
-    ``__call__``. Any thread may call it; a generator holds ``lock`` for each
-    step.
+    Subclasses set ``config`` and ``model``, and define ``layers`` and ``__call__``. Any thread may
+    call it; a generator holds ``lock`` for each step.
     """
 
     config: Any
     model: Any
     layers: Any
-    _kernels: Kernels
-    _router: Router
     CAN_LOOK_AHEAD: ClassVar[bool] = True
     """Whether a layer's hidden state is what the next layer's router takes."""
 
@@ -76,33 +70,22 @@ class StreamingModel(Module):
         """Activation of the routed experts, between their products."""
         return swiglu
 
-    def __init__(self):
+    def __init__(self, router: Router, kernels: Kernels):
         super().__init__()
+        self._router, self._kernels = router, kernels
+        self.runtime = Runtime(router, self.forget_steps)
         self.prefill_chunk = PREFILL_CHUNK
         self.max_context: int | None = None
-        # As parse_wired_memory returns it.
-        self.wired_memory: str | int | None = None
         # What it drafts with, see mlx_moeflux.generation.drafting; None: nothing.
         self.drafting: Any = None
-        self.plan: Plan | None = None
-        # Of experts that stock MLX decodes in every call.
-        self.decoding_bytes = 0
         self.identity = ""
         self.experts_identity: Callable[[], str] = str
         self.compile_steps: bool | None = None
         self._survey: Survey | None = None
-        self._hidden: list[mx.array] | None = None
         self._step: Any = None
         self._waiting: Any = None
         self._segments: Any = None
-        # Recordings and hooks, under which steps run operation by operation.
-        self._observers, self._generation = 0, (0, failures.generation())
-        self._step_lock = threading.RLock()
-        # Taken before the lock of the store.
-        self._listeners_lock = threading.RLock()
-        self._writers: tuple[TraceWriter, ...] = ()
-        self._known = threading.local()  # what traces know of the step of a thread
-        self._store: Any = None
+        self._generation = (0, failures.generation())
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
         self._parts_are_own = True
@@ -110,7 +93,6 @@ class StreamingModel(Module):
         self._loaded: Mapping[int, SparseMoeBlock] = MappingProxyType({})
         # A closure, since nn.Module would take an attribute for a child module.
         self._prediction: Callable[[], Any] = lambda: None
-        self._tables: Mapping[int, RowTable] = MappingProxyType({})
         self.kv_bits: int | None = None
         self.kv_group_size = 64
 
@@ -194,14 +176,14 @@ class StreamingModel(Module):
                     f"layers.{layer}.mlp has other experts than were loaded; keep the block and "
                     "change its parameters or its __class__, or give the new one its switch_mlp."
                 )
-            block._store, block._lookahead = self._store, None
+            block._store, block._lookahead = self.runtime.store, None
             block._plain = all(map(is_own, block.modules()))
         for layer in filter(None, map(decoder_layer, self.layers)):
             layer._plain = is_own(layer)
         self._parts_are_own = all(
             decoder_layer(layer) is layer and layer._plain for layer in self.layers
         ) and all(self.layers[i].mlp is block and block._plain for i, block in blocks.items())
-        if self._store is not None and self.CAN_LOOK_AHEAD:
+        if self.runtime.store is not None and self.CAN_LOOK_AHEAD:
             for layer, following in pairwise(blocks):
                 after = decoder_layer(self.layers[following])
                 if after is not None:
@@ -226,7 +208,7 @@ class StreamingModel(Module):
 
     def _drop_old_traces(self) -> None:
         """Drop the traces if they hold arrays or kernels that were replaced."""
-        direct = self._store.direct
+        direct = self.runtime.store.direct
         generation = 0 if direct is None else direct.generation, failures.generation()
         if generation != self._generation:
             self._generation = generation
@@ -236,16 +218,16 @@ class StreamingModel(Module):
         """Return True if a step of one token need not call the store layer by layer. Events,
         recordings, hooks and training need that."""
         own = self._survey is not None and self._survey.traceable
-        return own and not self.training and not self.observed and declares_traceable(self._router)
-
-    @property
-    def observed(self) -> bool:
-        """True while events, recordings or hooks see what each token computes."""
-        return bool(self._observers) or self._store.events is not None
+        return (
+            own
+            and not self.training
+            and not self.runtime.observers.active
+            and declares_traceable(self._router)
+        )
 
     def _most_in_segments(self) -> int:
         """Return how many tokens a step may have that runs from one trace per segment."""
-        if self._store.steps is None or not self._parts_are_own:
+        if self.runtime.store.steps is None or not self._parts_are_own:
             return 0
         return self._segments.most_pairs() // self._router.num_experts_per_tok
 
@@ -255,8 +237,8 @@ class StreamingModel(Module):
         self.kernels.references_only(mode)
         if isinstance(self._router, HasKernels) and isinstance(self._router.kernels, Kernels):
             self._router.kernels.references_only(mode)
-        if self._store is not None:
-            self._store.training = mode
+        if self.runtime.store is not None:
+            self.runtime.store.training = mode
         return self
 
     def unfreeze(self, *args, **kwargs) -> StreamingModel:
@@ -275,44 +257,18 @@ class StreamingModel(Module):
     @property
     def store(self) -> ExpertStore:
         """Expert store of all MoE layers."""
-        return self._store
+        return self.runtime.store
+
+    @property
+    def plan(self) -> Plan | None:
+        """Memory of the experts; None for a store that the user gave."""
+        return self.runtime.plan
 
     @property
     def lock(self) -> threading.RLock:
         """Lock that a generator holds for each step. A thread of the parent may hold it for ever
         in a forked process, so that the property raises what ``use_mlx`` does."""
-        use_mlx()
-        return self._step_lock
-
-    def start_eval(self) -> None:
-        """Make this thread's pending evaluation visible to other threads; see the store."""
-        if (streaming := self._store.streaming) is not None:
-            streaming.start_eval()
-
-    @property
-    def leads(self) -> bool:
-        """True unless this is a rank other than 0 of several."""
-        return self._store.ranks is None or self._store.ranks.leads
-
-    def lead(self, tokens: mx.array) -> mx.array:
-        """Return the sampled tokens, those of rank 0 if the experts are on several ranks."""
-        return tokens if self._store.ranks is None else self._store.ranks.lead(tokens)
-
-    def ahead(self) -> AbstractContextManager[None]:
-        """Let a step go on after the block: other calls wait for what several ranks exchange."""
-        ranks = self._store.ranks
-        return nullcontext() if ranks is None else ranks.ahead()
-
-    def wait_for_ranks(self, most: int = 0) -> None:
-        """Wait until at most so many exchanges of several ranks are under way. Before the host
-        waits for outputs: the ranks know then who waits for whom."""
-        if self._store.ranks is not None:
-            self._store.ranks.wait(most)
-
-    @property
-    def experts_stay_on_device(self) -> bool:
-        """True if no call of a layer needs the host, and a trace may stand for a whole step."""
-        return self._store.direct is not None and self._store.direct.stays_on_device
+        return self.runtime.lock
 
     def set_context_limit(self, limit: int | None) -> None:
         """Set how many tokens a sequence may have; None for the config's own limit.
@@ -397,10 +353,6 @@ class StreamingModel(Module):
         included."""
         return sum(entry.nbytes(positions) for entry in self.entry_specs())
 
-    def expert_scratch_bytes(self) -> int:
-        """Return a bound of the bytes that computing experts allocates besides results."""
-        return compute_scratch_bytes() + self.decoding_bytes
-
     def check_cache(self, cache: Any) -> None:
         """Raise a CacheError unless `cache` is a state that :meth:`make_cache` of this model made,
         or one like it."""
@@ -464,14 +416,9 @@ class StreamingModel(Module):
             InputError: `memory` is no amount.
         """
 
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of memory for rows of tables on disk."""
-        return sum(table.memory_bytes for table in self._tables.values())
-
     def row_stats(self) -> RowStats | None:
         """Return the account of all tables on disk, or None if there are none."""
-        return sum_of(table.stats() for table in self._tables.values())
+        return self.runtime.row_stats()
 
     @property
     def prediction(self) -> Any:
@@ -487,7 +434,7 @@ class StreamingModel(Module):
 
     def set_store(self, store: ExpertStore) -> None:
         """Set the store that computes the experts of every MoE block."""
-        self._store = store
+        self.runtime.store = store
         store.training = self.training
         self.forget_steps()
         self._loaded = MappingProxyType(self.moe_blocks())
@@ -497,29 +444,18 @@ class StreamingModel(Module):
         """Return MoE layer id -> block, also of layers and blocks that others wrap."""
         return {i: block for i, layer in enumerate(self.layers) for block in _blocks_in(layer)}
 
-    @contextmanager
     def record(
         self, layers: Iterable[int] | None = None, names: Iterable[str] | None = None
-    ) -> Iterator[dict[int, dict[str, mx.array]]]:
+    ) -> AbstractContextManager[dict[int, dict[str, mx.array]]]:
         """Record intermediate arrays of the calls inside the block; see
         :mod:`mlx_moeflux.models.record`."""
-        self._observers += 1
-        try:
-            parts = [decoder_layer(layer) for layer in self.layers]
-            with record(parts, chosen=layers, names=names) as kept:
-                yield kept
-        finally:
-            self._observers -= 1
+        parts = [decoder_layer(layer) for layer in self.layers]
+        return self.runtime.observers.record(parts, chosen=layers, names=names)
 
-    @contextmanager
-    def collect_hidden(self) -> Iterator[list[mx.array]]:
+    def collect_hidden(self) -> AbstractContextManager[list[mx.array]]:
         """Collect the output of the last layer before the final norm, ``[B, T, C]``, of each call
         inside the block; ``[R, 1, C]`` of R rows."""
-        self._hidden = found = []
-        try:
-            yield found
-        finally:
-            self._hidden = None
+        return self.runtime.observers.collect_hidden()
 
     def hook(self, layer: int, point: str, function: Callable[..., Any]) -> Hook:
         """Call `function` with arrays of every call of a layer, which it may replace.
@@ -548,18 +484,13 @@ class StreamingModel(Module):
         module = decoder_layer(part) if POINTS[point] == MIXER else next(_blocks_in(part), None)
         if module is None:
             raise InputError(f"layer {layer} has no {POINTS[point]} to hook.")
-        self._observers += 1
-        return Hook(module, layer, point, function, self._unhooked)
-
-    def _unhooked(self) -> None:
-        self._observers -= 1
+        return self.runtime.observers.hook(module, layer, point, function)
 
     def _check_layer(self, layer: int) -> None:
         if not isinstance(layer, int) or not 0 <= layer < len(self.layers):
             raise InputError(f"layer {layer!r} does not exist; the model has {len(self.layers)}.")
 
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[TraceWriter]:
         """Write the experts of every token to a file; see
         :mod:`mlx_moeflux.experts.telemetry.trace`. Inside the block every layer synchronises and
         decode steps run eagerly.
@@ -567,40 +498,9 @@ class StreamingModel(Module):
         Raises:
             InputError: The file cannot be written, or the store has no events.
         """
-        with ExitStack() as stack:
-            # It describes the store as the first event finds it.
-            streaming = self._store.streaming
-            alone = nullcontext() if streaming is None else streaming.exclusive()
-            with self._listeners_lock, alone:
-                info = TraceInfo.of(
-                    self._store,
-                    experts_per_token=self._router.num_experts_per_tok,
-                    model=self.identity,
-                )
-                writer = stack.enter_context(TraceWriter(path, info))
-                stack.enter_context(self._listening(writer))
-                self._writers = (*self._writers, writer)
-            try:
-                yield writer
-            finally:
-                with self._listeners_lock:
-                    self._writers = tuple(one for one in self._writers if one is not writer)
+        return self.runtime.observers.trace(path, model=self.identity)
 
-    @contextmanager
-    def _listening(self, listener: EventHook) -> Iterator[None]:
-        """Add a listener to the store, whichever others come and go meanwhile. It gets the events
-        of whole calls of layers."""
-        store = self._store
-        with self._listeners_lock:
-            store.events = joined(store.events, listener)
-        try:
-            yield
-        finally:
-            with self._listeners_lock:
-                store.events = parted(store.events, listener)
-
-    @contextmanager
-    def attribute(self) -> Iterator[None]:
+    def attribute(self) -> AbstractContextManager[None]:
         """Fill ``store.stats().calls`` and a response's ``experts.calls`` with the cost of each
         layer call; see :mod:`mlx_moeflux.experts.telemetry.attribution`. Inside the block every
         layer synchronises and decode steps run eagerly.
@@ -608,15 +508,7 @@ class StreamingModel(Module):
         Raises:
             InputError: The store has no events.
         """
-        stats = self._store.stats()
-        listener = Attribution(stats)
-        stats.calls = []
-        try:
-            with self._listening(listener):
-                yield
-        finally:
-            listener.end_of_call()
-            stats.calls = None
+        return self.runtime.observers.attribute()
 
     def set_expert_memory(self, budget: str | float) -> None:
         """Resize the banks of streamed experts; `budget` as in ``load(expert_memory=...)``.
@@ -627,35 +519,7 @@ class StreamingModel(Module):
             InputError: The experts are not streamed, or `budget` is malformed.
             MemoryBudgetError: `budget` is too small for one token.
         """
-        store, streaming = self._store, self._store.streaming
-        if streaming is None:
-            raise InputError("these experts are not streamed; load with a smaller expert_memory.")
-        with self.lock:
-            most = streaming.most_slots
-            nbytes = parse_budget(budget, sum(store.block_bytes.values()) * most)
-            if nbytes is None:
-                raise InputError("expert memory at run time must be a number, such as 2GB or 50%.")
-            slots = slots_for_budget(
-                nbytes,
-                store.block_bytes,
-                num_experts=most,
-                experts_per_token=min(self._router.num_experts_per_tok, most),
-                staging_bytes=streaming.nbytes - streaming.bank_bytes,
-            )
-            self.resize_banks(slots)
-            if self.plan is not None:
-                why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"
-                self.plan = replace(self.plan, slots=slots, budget_bytes=nbytes, why=why)
-
-    def resize_banks(self, slots: Mapping[int, int]) -> None:
-        """Give each layer of streamed experts its number of slots, which is not planned to last.
-        Results keep their bits. slots: MoE layer id -> slots."""
-        streaming = self._store.streaming
-        assert streaming is not None, "the experts are not streamed"
-        with self.lock:
-            # A trace would keep the old banks in memory.
-            self.forget_steps()
-            streaming.resize_all(slots)
+        self.runtime.set_expert_memory(budget)
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.
@@ -674,9 +538,7 @@ class StreamingModel(Module):
 
         Parameters of resident experts that were assigned since loading are lost.
         """
-        self.forget_steps()
-        if self._store.rest is not None:
-            self._store.rest.release()
+        self.runtime.release()
         if self.prediction is not None:
             self.prediction.body.release()
 
@@ -685,13 +547,9 @@ class StreamingModel(Module):
         process this does nothing: the threads are the parent's."""
         if is_lost():
             return
-        if self._store is not None:
-            self._store.close()
+        self.runtime.close()
         if self.prediction is not None:
             self.prediction.body.close()
-        self.forget_steps()
-        for table in self._tables.values():
-            table.close()
         forget_dense(self)
 
     def __enter__(self):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -115,11 +115,10 @@ class DecoderModel(StreamingModel):
     def __init__(
         self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None
     ):
-        super().__init__()
+        kernels = kernels or Kernels()
+        super().__init__(router or self.make_router(config, kernels), kernels)
         self.config, self.model_type = config, self.MODEL_TYPE
-        self._kernels = kernels or Kernels()
         self._kernels.references_only(self.training)  # a new module is in training mode
-        self._router = router or self.make_router(config, self._kernels)
         self._step, self._segments = CompiledStep(self._outputs), SegmentedStep(self)
         # Its traces hold kernels that wait, and serve steps alone that a host answers.
         self._waiting = CompiledStep(self._outputs)
@@ -230,13 +229,13 @@ class DecoderModel(StreamingModel):
             return logits
         one = tokens.shape[1] == 1 and self._compiles and self._step.fits(cache)
         if one and self._can_compile():
-            if self.experts_stay_on_device:
+            if self.runtime.experts_stay_on_device:
                 return self._whole_step(tokens, cache)
             if tokens.shape[0] <= self._most_in_segments():
                 return self._step_in_segments(tokens, cache)
         with transaction(cache):
             if one and not self.training:
-                with self._rows_known([tokens], [cache]):
+                with self.runtime.observers.rows_known([tokens], [cache]):
                     return self._noted(*self._step.untraced(tokens, cache))
             return self._forward(tokens, cache, last_only=last_only)
 
@@ -312,7 +311,7 @@ class DecoderModel(StreamingModel):
         """Return how many of the next rows go through the layers together: one where calls of one
         token alone are known to give their bits, or are faster."""
         self.notice_edits()
-        store = self._store
+        store = self.runtime.store
         if not self._can_replace() or not self._parts_are_own:
             return 1
         if store.direct is None or store.ranks is not None:
@@ -321,7 +320,7 @@ class DecoderModel(StreamingModel):
             # Without a trace, a GPU waits for the host, and may compute experts by stock MLX.
             return MOST_ROWS if device.kind() == "cpu" else 1
         most = min(entry.rows_ahead() for entry in cache) if self._step.fits(cache) else 1
-        if not self.experts_stay_on_device:
+        if not self.runtime.experts_stay_on_device:
             most = min(most, self._most_in_segments())
         return max(most, 1)
 
@@ -337,7 +336,7 @@ class DecoderModel(StreamingModel):
                 logits = self._forward(tokens.T, as_rows(cache, positions))
             else:
                 self._drop_old_traces()
-                whole = self.experts_stay_on_device
+                whole = self.runtime.experts_stay_on_device
                 step = self._whole_step if whole else self._step_in_segments
                 logits = step(tokens.T, cache, count=R)
         return logits.swapaxes(0, 1)
@@ -380,19 +379,19 @@ class DecoderModel(StreamingModel):
                 hidden = pause.outputs
                 unsent += pause.entries
                 many = sum(h.size for h in hidden) >= MANY_NUMBERS
-                group = LAYERS_AHEAD if self.experts_stay_on_device and not many else 1
+                group = LAYERS_AHEAD if self.runtime.experts_stay_on_device and not many else 1
                 if pause.layers % group == 0:
                     # A GPU works on this group while the host builds the next.
                     mx.async_eval(hidden, [entry.state for entry in unsent])
-                    self.start_eval()
-                    self.wait_for_ranks(1)
+                    self.runtime.start_eval()
+                    self.runtime.wait_for_ranks(1)
                     mx.eval(before)
                     before, unsent = hidden, []
                     yield pause.layers
             with device.gathered():
                 logits = self._last_logits(hidden)
             mx.eval(logits, [entry.state for state in states for entry in state])
-            self.start_eval()
+            self.runtime.start_eval()
             return logits
 
     def _forward(
@@ -403,10 +402,10 @@ class DecoderModel(StreamingModel):
     def _noted(self, logits: mx.array, h: mx.array, *marks: mx.array) -> mx.array:
         """Return the logits of a call, whose last layer returned h, which may be collected. marks:
         See :meth:`~mlx_moeflux.experts.store.Spread.marks`."""
-        if self._store.ranks is not None:
-            self._store.ranks.check(*marks)
-        if self._hidden is not None:
-            self._hidden.append(h)
+        if self.runtime.store.ranks is not None:
+            self.runtime.store.ranks.check(*marks)
+        if self.runtime.observers.hidden is not None:
+            self.runtime.observers.hidden.append(h)
         return logits
 
     def _outputs(
@@ -420,11 +419,7 @@ class DecoderModel(StreamingModel):
         with device.gathered():
             (h,) = run(self._walk([tokens], [cache], chunk), ahead)
             logits = self.logits(h[:, -1:] if last_only else h)
-        return logits, h, *self._marks(h)
-
-    def _marks(self, h: mx.array) -> tuple[mx.array, ...]:
-        """Return what several ranks have to compare after a call whose last layer returned h."""
-        return () if self._store.ranks is None else self._store.ranks.marks(h)
+        return logits, h, *self.runtime.marks(h)
 
     def _walk(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]], chunk: int
@@ -437,66 +432,22 @@ class DecoderModel(StreamingModel):
         """
         hidden = self.embed(tokens)
         mask = states[0][0].real_tokens(tokens[0].shape[1]) if len(tokens) == 1 else None
-        rows = self._rows_read(tokens, states) if self._writers else None
+        observers = self.runtime.observers
+        rows = observers.rows_of(tokens, states) if observers.writers else None
         whole = None if rows is None else Rows.together(rows)
         for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
             if _is_plain(layer):
                 walk = layer.walk(hidden, entries, mask, chunk=chunk)
-                hidden = yield from (self._told(walk, whole) if whole else walk)
+                hidden = yield from (observers.told(walk, whole) if whole else walk)
             else:
                 apart = []
                 for k, (x, entry) in enumerate(zip(hidden, entries, strict=True)):
-                    self._tell(None if rows is None else rows[k])
+                    observers.tell(None if rows is None else rows[k])
                     apart.append(layer(x, entry, mask, chunk=chunk))
-                self._tell(None)
+                observers.tell(None)
                 hidden = apart
             yield Pause(hidden, entries, i)
         return hidden
-
-    def _rows_read(self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]]) -> list[Rows]:
-        """Return what traces say of the ``[B, T]`` of `tokens`; each has its state, or a stand-in
-        inside :meth:`_rows_known`."""
-        if (known := getattr(self._known, "rows", None)) is not None:
-            return known
-        found = []
-        for ids, state in zip(tokens, states, strict=True):
-            B, T = ids.shape
-            prompt = T > 1 or state[0].empty()
-            numbers = np.repeat(state[0].numbered(B), T)
-            found.append(Rows(numbers, np.array(ids).reshape(-1), np.full(B * T, prompt)))
-        return found
-
-    @contextlib.contextmanager
-    def _rows_known(
-        self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
-    ) -> Iterator[None]:
-        """Let traces know what the block reads, in which `states` have stand-ins."""
-        if self._writers:
-            self._known.rows = self._rows_read(tokens, states)
-        try:
-            yield
-        finally:
-            self._known.rows = None
-
-    def _told(
-        self, walk: Generator[Pause, None, list[mx.array]], rows: Rows
-    ) -> Generator[Pause, None, list[mx.array]]:
-        """Take a walk through a layer while traces know which rows it reads. In a pause another
-        call may read others."""
-        with closing(walk):
-            while True:
-                self._tell(rows)
-                try:
-                    pause = next(walk)
-                except StopIteration as end:
-                    return end.value
-                finally:
-                    self._tell(None)
-                yield pause
-
-    def _tell(self, rows: Rows | None) -> None:
-        for writer in self._writers:
-            writer.rows = rows
 
     def feed(self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]]) -> None:
         """Do what the host has to do before each of `states` reads its ``[B, T]`` of `tokens`."""
@@ -508,8 +459,8 @@ class DecoderModel(StreamingModel):
     def _last_logits(self, hidden: list[mx.array]) -> mx.array:
         """Return the logits ``[B, V]`` after the last token of one x ``[B, T, C]``, or of B of them
         with B = 1."""
-        if self._store.ranks is not None:
-            self._store.ranks.check(*self._marks(hidden[-1]))
+        if self.runtime.store.ranks is not None:
+            self.runtime.store.ranks.check(*self.runtime.marks(hidden[-1]))
         if len(hidden) == 1:
             return self.logits(hidden[0][:, -1:])[:, 0]
         return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
@@ -517,9 +468,13 @@ class DecoderModel(StreamingModel):
     def _waiting_step(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array | None:
         """Run a step of one sequence in which kernels wait for experts, and evaluate it. Return
         None if this is none, or if it failed and left everything as it was."""
-        if tokens.size > 1 or (handshake := self._store.handshake) is None:
+        if tokens.size > 1 or (handshake := self.runtime.store.handshake) is None:
             return None
-        if self.experts_stay_on_device or not self._can_replace() or not self._step.fits(cache):
+        if (
+            self.runtime.experts_stay_on_device
+            or not self._can_replace()
+            or not self._step.fits(cache)
+        ):
             return None
         # The errors of reads, waits, kernels and MLX: the other path has them again, or succeeds.
         errors = suppress(RuntimeError, ValueError, MoefluxError)
@@ -539,7 +494,9 @@ class DecoderModel(StreamingModel):
         traces = self._step.traces
         outputs = self._step(tokens, cache, count=count)
         if self._step.traces == traces:
-            self._store.direct.count(tokens.shape[0])  # a replayed trace does not call the store
+            direct = self.runtime.store.direct
+            assert direct is not None  # a trace stands for its calls
+            direct.count(tokens.shape[0])  # a replayed trace does not call the store
         return self._noted(*outputs)
 
     def _step_in_segments(
@@ -547,7 +504,7 @@ class DecoderModel(StreamingModel):
     ) -> mx.array:
         """Run a step as one trace per segment."""
         logits, h = self._segments(tokens, cache, count=count)
-        return self._noted(logits, h, *self._marks(h))
+        return self._noted(logits, h, *self.runtime.marks(h))
 
     def logits(self, h: mx.array) -> mx.array:
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""

@@ -80,4 +80,4 @@ class Model(DecoderModel):
         expanded = H * tokens * 2 * Dn
         attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
-        return 4 * (residual + max(attention, dense)) + self.expert_scratch_bytes()
+        return 4 * (residual + max(attention, dense)) + self.runtime.expert_scratch_bytes()

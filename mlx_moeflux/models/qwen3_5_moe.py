@@ -224,7 +224,7 @@ class Model(DecoderModel):
         linear = chunk * (6 * config.conv_dim + 8 * config.value_dim)
         heads = config.num_attention_heads
         full = chunk * heads * (8 * config.head_dim + 3 * tokens)
-        return 4 * (residual + max(linear, full)) + self.expert_scratch_bytes()
+        return 4 * (residual + max(linear, full)) + self.runtime.expert_scratch_bytes()
 
     @classmethod
     def mlx_lm_interval(cls, config: Config) -> int:

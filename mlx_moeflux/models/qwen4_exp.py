@@ -202,7 +202,7 @@ class Model(qwen3_5_moe.Model):
                 threads=threads,
             )
             parts[layer].set_table(found[layer])
-        self._tables = MappingProxyType(found)
+        self.runtime.tables = MappingProxyType(found)
 
     def set_store(self, store: ExpertStore) -> None:
         """See :meth:`StreamingModel.set_store`.

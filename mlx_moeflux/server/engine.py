@@ -148,7 +148,7 @@ class Engine:
         self._on_warm: Callable[[], object] = lambda: None
         self._samplers = functools.lru_cache(64)(make_sampler)
         self._generator = self._make_generator()
-        self.elastic = elastic_banks(model, options.pressure, LOG.warning)
+        self.elastic = elastic_banks(model.runtime, options.pressure, LOG.warning)
         self.workload = Workload()
         self.expected = 0
 

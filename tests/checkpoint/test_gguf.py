@@ -44,7 +44,7 @@ from mlx_moeflux.generation.text import generate
 from mlx_moeflux.kernels.linear import blocks
 from mlx_moeflux.loading import load, load_model, steps
 from mlx_moeflux.measure.plan import open_sizes
-from mlx_moeflux.models import base
+from mlx_moeflux.models import runtime
 from mlx_moeflux.models.layers import BlocksLinear
 from mlx_moeflux.models.qwen3_moe_config import Config
 from mlx_moeflux.tokenizer import load_tokenizer
@@ -253,7 +253,7 @@ def test_the_trunk_keeps_blocks_on_gpus(tmp_path, as_on_a_gpu, capsys, case):
         resident = np.array(model(TOKENS))
         layers = {n: m for n, m in model.named_modules() if isinstance(m, BlocksLinear)}
         assert model.store.stats().lossy == []
-        assert model.decoding_bytes > 0
+        assert model.runtime.decoding_bytes > 0
     assert relative_error(resident, expected) <= 1e-5
     assert "attn" not in capsys.readouterr().err
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -300,7 +300,7 @@ def test_kernels_read_the_trunk_in_blocks(tmp_path, as_on_a_gpu):
         assert model.kernels.fallbacks() == []
     assert relative_error(found, expected) <= 1e-5
     with emulated(partly_written=BETWEEN), load_model(path, dtype=mx.bfloat16) as model:
-        assert model.decoding_bytes == 0
+        assert model.runtime.decoding_bytes == 0
         with launched() as names:
             found = np.array(model(TOKENS).astype(mx.float32))
         assert "dequantise_blocks" in names
@@ -354,7 +354,7 @@ def test_peak_memory_counts_what_decoding_takes(tmp_path, monkeypatch, memory):
     than what so small a model needs of them, the formula holds by that part alone."""
     path = gguf_files.write(tmp_path / "model.gguf", in_two_kinds)
     monkeypatch.setattr(blocks, "DECODED_BYTES", 4 << 20)
-    monkeypatch.setattr(base, "compute_scratch_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(runtime, "compute_scratch_bytes", lambda: 1 << 20)
     options = {"expert_memory": memory, "expert_threads": 1, "kernels": "reference"}
     with load_model(path, **options) as model:
         cache = model.make_cache()
@@ -371,26 +371,26 @@ def test_peak_memory_counts_what_decoding_takes(tmp_path, monkeypatch, memory):
         peak = mx.get_peak_memory() - before
         tokens = TOKENS.shape[1]
         allowed = model.state_bytes(tokens + 3) + model.activation_bytes(tokens)
-        assert allowed - model.decoding_bytes < peak <= allowed
+        assert allowed - model.runtime.decoding_bytes < peak <= allowed
 
 
 def test_what_kernels_read_takes_no_memory_to_decode(tmp_path):
     path = gguf_files.write(tmp_path / "model.gguf", in_two_kinds)
     options = {"dtype": mx.float32, "expert_memory": "100%"}
     with load_model(path, **options) as model:
-        assert model.decoding_bytes >= 3 * blocks.DECODED_BYTES
-        needed = model.activation_bytes(9) - model.decoding_bytes
+        assert model.runtime.decoding_bytes >= 3 * blocks.DECODED_BYTES
+        needed = model.activation_bytes(9) - model.runtime.decoding_bytes
     with load_model(path, requantize=True, **options) as model:
-        assert model.decoding_bytes == 0
+        assert model.runtime.decoding_bytes == 0
         assert model.activation_bytes(9) == needed
     with emulated(partly_written=BETWEEN):
         with load_model(path, **options) as model:
-            assert model.decoding_bytes == 0
+            assert model.runtime.decoding_bytes == 0
         with load_model(path, kernels={"expert_mix": "reference"}, **options) as model:
-            assert model.decoding_bytes > 0
+            assert model.runtime.decoding_bytes > 0
         beside = gguf_files.write(tmp_path / "floats.gguf", beside_floats)
         with load_model(beside, **options) as model:
-            assert model.decoding_bytes > 0
+            assert model.runtime.decoding_bytes > 0
             assert model.kernels.fallbacks() == []
 
 

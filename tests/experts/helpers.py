@@ -198,7 +198,7 @@ def arrive_at_random(store, experts: Experts, rounds: int = 20) -> None:
 
 def banks(model) -> list[int]:
     """Which arrays hold the experts; others would after a thread kept a result to itself."""
-    model.start_eval()
+    model.runtime.start_eval()
     return [id(state.bank.arrays) for state in model.store._layers.values()]
 
 

@@ -64,7 +64,7 @@ def run(model, tokens, *, traced):
         for i in range(PROMPT, PROMPT + STEPS):
             outputs.append(model(rows[:, i : i + 1], cache))
             mx.eval(outputs[-1])
-            model.start_eval()
+            model.runtime.start_eval()
     return outputs
 
 

@@ -45,7 +45,7 @@ class World:
         self.model = model
         pressure = SimpleNamespace(scarce=self._said)
         self.elastic = ElasticBanks(
-            model,
+            model.runtime,
             pressure,
             self.lines.append,
             available=lambda: self.free,
@@ -105,7 +105,7 @@ def test_a_step_back_leaves_room(world):
 
 def test_a_step_back_leaves_what_the_system_needs(world):
     world.elastic = ElasticBanks(
-        world.model,
+        world.model.runtime,
         SimpleNamespace(scarce=lambda: world.scarce),
         world.lines.append,
         available=lambda: world.free,
@@ -195,11 +195,11 @@ def test_only_banks_in_the_memory_of_the_system_are_elastic(memory, monkeypatch)
     model, _ = load(BUNDLED_MODEL, expert_memory=memory)
     pressure = SimpleNamespace(scarce=lambda: True)
     with model:
-        found = elastic_banks(model, pressure, print)
+        found = elastic_banks(model.runtime, pressure, print)
         assert (found is not None) == (memory == "75%" and not mx.cuda.is_available())
-        assert elastic_banks(model, None, print) is None
+        assert elastic_banks(model.runtime, None, print) is None
         monkeypatch.setattr(module.device, "kind", lambda: "cuda")
-        assert elastic_banks(model, pressure, print) is None
+        assert elastic_banks(model.runtime, pressure, print) is None
 
 
 def test_text_stays_while_banks_shrink_and_grow(world):
@@ -467,7 +467,7 @@ def test_a_process_that_stalls_the_machine(tmp_path, monkeypatch):
     try:
         with model:
             expected = generate(model, tokenizer, PROMPT, max_tokens=20)
-            elastic = ElasticBanks(model, LinuxPressure([file]), print, available=lambda: 0)
+            elastic = ElasticBanks(model.runtime, LinuxPressure([file]), print, available=lambda: 0)
             began = shrunk = None
             while elastic.shrunk < 4:
                 assert generate(model, tokenizer, PROMPT, max_tokens=20) == expected

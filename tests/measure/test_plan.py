@@ -379,8 +379,8 @@ def test_memory_for_rows_of_n_grams_is_that_of_loading(tmp_path):
     for rows in ("64MB", "20kB", 0, "10%"):
         plan = plan_model("it", open_sizes(path), memory="8GB", row_memory=rows)
         with load_model(path, expert_memory="100%", row_memory=rows) as model:
-            assert plan.row_bytes == model.plan.row_bytes == model.row_bytes
-            assert plan.sizes.table_bytes == sum(t.nbytes for t in model._tables.values())
+            assert plan.row_bytes == model.plan.row_bytes == model.runtime.row_bytes
+            assert plan.sizes.table_bytes == sum(t.nbytes for t in model.runtime.tables.values())
     shown = str(plan_model("it", open_sizes(path), memory="8GB"))
     assert "n-grams  12.8 kB on disk, 146 kB of memory for rows" in shown
     with pytest.raises(InputError, match="the row memory is 'auto'"):

@@ -289,7 +289,7 @@ def test_a_hooked_model_runs_no_step_from_a_trace_and_without_hooks_it_does_agai
         assert same_bits(run(), plain)
         assert len(seen) == 13
         assert all(layer._hooks is None for layer in model.modules() if hasattr(layer, "_hooks"))
-        assert model._observers == 0
+        assert model.runtime.observers.count == 0
 
 
 def test_prompts_that_are_read_together_come_one_by_one_before_the_experts():
@@ -323,7 +323,7 @@ def test_a_wrong_hook_is_one_line(arguments, message):
     with opened(GOLDEN / "qwen3_moe_top2") as model:
         with pytest.raises(InputError, match=message):
             model.hook(*arguments)
-        assert model._observers == 0
+        assert model.runtime.observers.count == 0
 
 
 def test_a_dense_layer_has_no_router():

@@ -267,7 +267,7 @@ def test_memory_for_rows_changes_no_bit(memory):
             parts = [model(tokens[:, a:b], cache) for a, b in ((0, 9), (9, 10), (10, 37))]
             answers.append(mx.concatenate([model(tokens), *parts], axis=1))
             accounts.append(model.row_stats())
-            assert model.plan.row_bytes == model.row_bytes
+            assert model.plan.row_bytes == model.runtime.row_bytes
     assert all(same_bits(answers[0], other) for other in answers[1:])
     assert len({account.lookups for account in accounts}) == 1
     hits = [account.hits for account in accounts]
@@ -500,7 +500,7 @@ CHILD = """
             "blocks read": experts.reads * 2764800,
             "experts read": experts.bytes_read,
             "rows": [table.lookups, table.hits, table.misses, table.bytes_read],
-            "table": sum(t.nbytes for t in model._tables.values()),
+            "table": sum(t.nbytes for t in model.runtime.tables.values()),
         }))
 """
 

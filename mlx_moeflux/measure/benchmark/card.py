@@ -112,7 +112,7 @@ def make_card(model: Any, *, memory: float, disk: float | None) -> Card:
         trunk=trunk,
         expert=plan.expert_bytes / (len(plan.slots) * config.num_experts),
         layers=len(plan.slots),
-        k=model._router.num_experts_per_tok,
+        k=model.router.num_experts_per_tok,
         experts=config.num_experts,
         state=model.state_bytes,
         memory=memory,

@@ -190,7 +190,7 @@ class Ours:
                 stream,
                 report,
                 chunk=self._size or P,
-                handed_over=model.start_eval,
+                handed_over=model.runtime.start_eval,
             )
 
     def logits(self, ids: np.ndarray) -> np.ndarray:

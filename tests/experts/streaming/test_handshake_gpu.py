@@ -72,7 +72,7 @@ def test_a_model_that_has_all_experts_needs_no_host(right):
         steps = model.store._handshake.steps
         assert steps > 0
         model.store.preload()
-        assert model.experts_stay_on_device
+        assert model.runtime.experts_stay_on_device
         assert all_right(found + list(results), right)
         assert model.store._handshake.steps == steps
 
