@@ -27,6 +27,7 @@ from mlx_moeflux.generation.sampling import (
 )
 from mlx_moeflux.generation.scheduler import UNLIMITED, Scheduler, Workload
 from mlx_moeflux.kernels.verify import failures
+from mlx_moeflux.models.protocol import LoadedModel
 
 OPEN_REPLY = 4096
 """Tokens that memory is kept for if a reply has no limit, or one beyond memory."""
@@ -82,7 +83,7 @@ class BatchGenerator:
 
     def __init__(
         self,
-        model: Any,
+        model: LoadedModel,
         *,
         max_tokens: int = 128,
         stop_ids: Iterable[int] = (),

@@ -22,6 +22,7 @@ from mlx_moeflux.generation.sampling import (
     choose_sampling,
 )
 from mlx_moeflux.generation.text import end_ids, stop_texts
+from mlx_moeflux.models.protocol import LoadedModel
 
 
 @dataclass
@@ -56,7 +57,7 @@ class BatchResponse:
 
 
 def batch_generate(
-    model: Any,
+    model: LoadedModel,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     prompt_caches: Sequence[Any] | None = None,

@@ -23,6 +23,7 @@ from mlx_moeflux.generation.draft_gate import DraftGate
 from mlx_moeflux.generation.drafts import Drafts, Lookup, begun, observes, proposed
 from mlx_moeflux.generation.head_drafts import HeadDrafts
 from mlx_moeflux.generation.sampling import Sampled, check_drawn, check_finite
+from mlx_moeflux.models.protocol import LoadedModel
 
 MOST_DRAFTS = MOST_ROWS - 1
 """Most tokens that a step reads besides the newest one."""
@@ -30,7 +31,7 @@ MOST_DRAFTS = MOST_ROWS - 1
 OFF, AUTO = "off", "auto"
 # Name -> what makes the source for a model, or returns None if the model has none. The first that
 # a model has is the one of ``auto``.
-SOURCES: dict[str, Callable[[Any], Drafts | None]] = {
+SOURCES: dict[str, Callable[[LoadedModel], Drafts | None]] = {
     HeadDrafts.name: lambda model: HeadDrafts(model.prediction) if model.prediction else None,
     Lookup.name: lambda model: Lookup(),
 }
@@ -63,7 +64,7 @@ def draws_on_heads(given: Draftable) -> bool:
     return given in (AUTO, HeadDrafts.name) or isinstance(given, int)
 
 
-def make_drafting(given: Draftable, model: Any) -> Drafting | None:
+def make_drafting(given: Draftable, model: LoadedModel) -> Drafting | None:
     """Return what `model` drafts with by the option ``drafts``, or None for nothing, of which
     ``auto`` warns.
 
@@ -106,7 +107,7 @@ class Drafting:
         self.source, self.fixed, self.clock = source, fixed, clock
         self.gate = DraftGate(MOST_DRAFTS)
 
-    def begin(self, model: Any, prompt: Sequence[int], *, read: int = 0) -> Drafter:
+    def begin(self, model: LoadedModel, prompt: Sequence[int], *, read: int = 0) -> Drafter:
         """Return the drafts of a sequence that begins with `prompt`. read: Tokens of it that the
         model does not read, because a prompt cache supplied their state."""
         return Drafter(self, model, prompt, read=read)
@@ -127,7 +128,7 @@ class Drafter:
     tokens: Ids of prompt and reply, those that the host knows.
     """
 
-    def __init__(self, drafting: Drafting, model: Any, prompt: Sequence[int], *, read: int):
+    def __init__(self, drafting: Drafting, model: LoadedModel, prompt: Sequence[int], *, read: int):
         self._drafting, self._model, self._read = drafting, model, read
         self._drafts: Any = begun(drafting.source, prompt)
         self._observes = observes(self._drafts)
@@ -195,7 +196,7 @@ class Drafter:
         if not self._observes:
             yield []
             return
-        with self._model.collect_hidden() as found:
+        with self._model.runtime.observers.collect_hidden() as found:
             yield found
 
     def observe(self, hidden: Sequence[mx.array], kept: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
+from mlx_moeflux.models.protocol import DraftHead
 
 MOST_PAIRS = 4096
 """Most pairs that are read before a draft; of a longer text the newest. Bounds what is kept."""
@@ -24,7 +25,7 @@ class HeadDrafts:
 
     name = "mtp"
 
-    def __init__(self, head: Any):
+    def __init__(self, head: DraftHead):
         self._head = head
 
     def begin(self, prompt: Sequence[int]) -> HeadSequence:
@@ -38,7 +39,7 @@ class HeadSequence:
     Evaluates: the drafts, in :meth:`propose`.
     """
 
-    def __init__(self, head: Any):
+    def __init__(self, head: DraftHead):
         self._head, self._cache = head, head.make_cache()
         # Positions and hidden states that are not read yet, and their number.
         self._observed: deque[tuple[int, mx.array]] = deque()

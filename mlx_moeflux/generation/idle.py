@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.elastic import LOOK_SECONDS, ElasticBanks
+from mlx_moeflux.models.protocol import LoadedModel
 
 
 def check_idle_release(seconds: float | None) -> None:
@@ -33,7 +33,7 @@ class Idle:
 
     def __init__(
         self,
-        model: Any,
+        model: LoadedModel,
         release_after: float | None,
         elastic: ElasticBanks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +63,7 @@ class Idle:
 
 @contextmanager
 def released_when_idle(
-    model: Any, seconds: float | None, elastic: ElasticBanks | None = None
+    model: LoadedModel, seconds: float | None, elastic: ElasticBanks | None = None
 ) -> Iterator[None]:
     """Give up memory beside the block, as :class:`Idle` does, in a thread of its own.
 

@@ -34,6 +34,7 @@ from mlx_moeflux.generation.sampling import (
 )
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.protocol import LoadedModel
 
 Progress = Callable[[int, int], None]
 
@@ -49,7 +50,7 @@ STOPS_PER_CALL = 4
 
 def generate_step(
     prompt: mx.array,
-    model: Any,
+    model: LoadedModel,
     *,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
@@ -115,7 +116,13 @@ def generate_step(
 
 @with_memory_limits
 def _steps(
-    prompt: mx.array, model: Any, *, loop: _Loop, max_tokens: int, size: int, prompt_cache: Any
+    prompt: mx.array,
+    model: LoadedModel,
+    *,
+    loop: _Loop,
+    max_tokens: int,
+    size: int,
+    prompt_cache: Any,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yield what :func:`generate_step` yields. size: Tokens a call of the prefill."""
     cache, resumed, drafting = loop.cache, loop.resumed, model.drafting
@@ -182,7 +189,7 @@ def _steps(
 class _Loop:
     """A model, its cache, and the tokens that processors see; lives for one generation."""
 
-    model: Any
+    model: LoadedModel
     cache: list[Any]
     sampler: Sampler
     processors: list[LogitsProcessor]

@@ -26,6 +26,7 @@ from mlx_moeflux.checks import shown
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import AUTO, format_bytes, parse_budget
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.protocol import LoadedModel
 
 LEAST_CACHE_BYTES = 64 << 20
 OFF = "off"
@@ -70,7 +71,9 @@ class Needs:
     wired: int
 
     @classmethod
-    def of(cls, model: Any, *, prompt_tokens: int, state_bytes: int, batch: bool = False) -> Needs:
+    def of(
+        cls, model: LoadedModel, *, prompt_tokens: int, state_bytes: int, batch: bool = False
+    ) -> Needs:
         """Return the needs of a generation: `cache` for the activations of a prompt call, `wired`
         as ``model.runtime.wired_memory`` says: for trunk, bank, state and a head that drafts if it
         is "auto"."""
@@ -151,7 +154,7 @@ def with_memory_limits(
     from its first step until it ends or is closed."""
 
     @functools.wraps(generate)
-    def limited(prompt: mx.array, model: Any, **options: Any) -> Generator[Any, None, None]:
+    def limited(prompt: mx.array, model: LoadedModel, **options: Any) -> Generator[Any, None, None]:
         context, tokens = model.config.max_position_embeddings, prompt.shape[0]
         new = options.get("max_tokens", -1)
         positions = context if new < 0 or options.get("prompt_cache") else tokens + new

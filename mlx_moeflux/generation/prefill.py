@@ -14,6 +14,7 @@ from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.generation.loop import STOPS_PER_CALL
 from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.protocol import LoadedModel
 
 
 def merged(states: Sequence[Sequence[Any]]) -> list[Any]:
@@ -75,7 +76,7 @@ class Request:
         parts += [tokens.astype(mx.int32) for tokens in pending]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def resume(self, model: Any, cache: PromptCache | None) -> None:
+    def resume(self, model: LoadedModel, cache: PromptCache | None) -> None:
         """Begin with the longest prefix in `cache`."""
         if cache is not None and self.fresh:
             known = cache.resume(model, self.prompt, breakpoints=self.breakpoints)
@@ -85,7 +86,9 @@ class Request:
             self.state.watch(self.stops)
 
 
-def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None = None) -> Prefill:
+def make_prefill(
+    model: LoadedModel, sequences: list[Request], cache: PromptCache | None = None
+) -> Prefill:
     """Return the prefill of several prompts: padded on a GPU, unpadded on a CPU.
 
     On a GPU padding costs less than a launch per prompt; on a CPU it costs as much as tokens.
@@ -109,7 +112,7 @@ class PausedCall:
     columns: Sum of T. layers: Number of layers that are done.
     """
 
-    def __init__(self, model: Any, tokens: Sequence[mx.array], states: Sequence[Any]):
+    def __init__(self, model: LoadedModel, tokens: Sequence[mx.array], states: Sequence[Any]):
         self._layers = model.read_in_pauses(tokens, states)
         self.columns, self.layers = sum(rows.shape[1] for rows in tokens), 0
 
@@ -136,7 +139,9 @@ class Prefill:
     left takes part in the call that it began, and in later ones only if all clients left.
     """
 
-    def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
+    def __init__(
+        self, model: LoadedModel, sequences: list[Request], cache: PromptCache | None = None
+    ):
         self._model, self.sequences, self._cache = model, sequences, cache
         self._paused: PausedCall | None = None
         self._unread: list[Request] = []
@@ -252,7 +257,9 @@ class PaddedPrefill(Prefill):
     states at the ends go to the prompt cache.
     """
 
-    def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
+    def __init__(
+        self, model: LoadedModel, sequences: list[Request], cache: PromptCache | None = None
+    ):
         super().__init__(model, sequences, cache)
         self._merged = merged([sequence.state for sequence in self.sequences])
         unread = [s.prompt[s.read : -1] for s in self.sequences]

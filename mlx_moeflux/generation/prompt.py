@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.models.protocol import LoadedModel
 
 # Characters of a text that are encoded without counting first.
 PIECE = 1 << 18
@@ -17,7 +18,7 @@ Prompt = str | Sequence[int] | mx.array | Sequence[Mapping[str, Any]]
 
 
 def prompt_ids(
-    model: Any,
+    model: LoadedModel,
     tokenizer: Any,
     prompt: Prompt,
     *,

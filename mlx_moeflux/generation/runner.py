@@ -26,6 +26,7 @@ from mlx_moeflux.generation.sampling import (
 )
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.protocol import LoadedModel
 
 
 class Batch:
@@ -40,7 +41,7 @@ class Batch:
         UnsupportedError: There is a pool, and the model's attention has an indexer.
     """
 
-    def __init__(self, model: Any, *, kv_pool_bytes: int | None = None):
+    def __init__(self, model: LoadedModel, *, kv_pool_bytes: int | None = None):
         self.model = model
         self.names: list[Any] = []
         self.pool = None if kv_pool_bytes is None else KVPool(model.state_spec(), kv_pool_bytes)
@@ -148,7 +149,11 @@ class Batch:
 
 
 def sampled(
-    model: Any, logits: mx.array, sequences: list[Request], *, pending: Sequence[mx.array] = ()
+    model: LoadedModel,
+    logits: mx.array,
+    sequences: list[Request],
+    *,
+    pending: Sequence[mx.array] = (),
 ) -> Sampled:
     """Sample tokens from logits ``[B, V]`` of `model`.
 
@@ -183,7 +188,7 @@ class Runner:
     keep_states: The caller takes the state of each reply with its last token.
     """
 
-    def __init__(self, model: Any, batch: Batch, *, keep_states: bool):
+    def __init__(self, model: LoadedModel, batch: Batch, *, keep_states: bool):
         self.model, self.batch = model, batch
         # One step ahead hides the host's work behind a GPU's. A state that the caller takes
         # contains the last token, which must go through the model before its sequence leaves.

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_moeflux.cache.paged import KVPool
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, MemoryBudgetError
 from mlx_moeflux.generation.prefill import Prefill, Request, make_prefill
+from mlx_moeflux.models.protocol import LoadedModel
 
 UNLIMITED = -1  # tokens of a reply
 
@@ -44,7 +45,7 @@ class Scheduler:
 
     def __init__(
         self,
-        model: Any,
+        model: LoadedModel,
         *,
         completion_batch_size: int,
         prefill_batch_size: int,

@@ -28,6 +28,7 @@ from mlx_moeflux.generation.sampling import (
     check_ids,
     choose_sampling,
 )
+from mlx_moeflux.models.protocol import LoadedModel
 from mlx_moeflux.tokenizer import Tokenizer
 
 
@@ -62,7 +63,7 @@ class GenerationResponse:
 
 
 def stream_generate(
-    model: Any,
+    model: LoadedModel,
     tokenizer: Any,
     prompt: Prompt,
     max_tokens: int = 256,
@@ -211,7 +212,7 @@ class GenerationOptions(SamplingOptions, total=False):
 
 @overload
 def generate(
-    model: Any,
+    model: LoadedModel,
     tokenizer: Any,
     prompt: Prompt,
     verbose: bool = False,
@@ -221,7 +222,7 @@ def generate(
 ) -> str: ...
 @overload
 def generate(
-    model: Any,
+    model: LoadedModel,
     tokenizer: Any,
     prompt: Prompt,
     verbose: bool = False,
@@ -296,7 +297,7 @@ def end_ids(tokenizer: Any) -> set[int]:
     return set(getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]) - {None}
 
 
-def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
+def _room(model: LoadedModel, cache: list[Any] | None, prompt_tokens: int) -> int:
     """Return how many tokens may follow the prompt; a caller's cache stores the last one too."""
     context, used = model.context_left(), model.context_left() - model.context_left(cache)
     if used + prompt_tokens > context:

@@ -55,7 +55,6 @@ from mlx_moeflux.loading.stores import (
 )
 from mlx_moeflux.loading.values import STOCK
 from mlx_moeflux.models import check_kind, model_class, read_config
-from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import Router, check_router
 from mlx_moeflux.models.weights import (
@@ -75,7 +74,7 @@ def load(
     revision: str | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
     **options: Any,
-) -> tuple[StreamingModel, Tokenizer]:
+) -> tuple[DecoderModel, Tokenizer]:
     """Load a checkpoint: a directory, a GGUF file, or a Hugging Face id such as ``org/name`` or
     ``org/name:Q4_K_M``.
 
@@ -99,7 +98,7 @@ def load(
 
 
 @takes(LoadModelArguments)
-def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
+def load_model(path: str | os.PathLike[str], **options: Any) -> DecoderModel:
     """Load a checkpoint directory or GGUF file without its tokenizer; everything is evaluated.
 
     The first call sets the environment variables of
@@ -184,7 +183,7 @@ class Placed:
     identified: Experts
 
 
-def _load(path: str | os.PathLike[str], options: LoadOptions) -> StreamingModel:
+def _load(path: str | os.PathLike[str], options: LoadOptions) -> DecoderModel:
     """Take the steps; each returns what later ones need."""
     options, memory = _checked(options), measure_memory()
     source = _open(path, options)

@@ -45,7 +45,7 @@ from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import kept_budget
 from mlx_moeflux.loading.heads import OpenedHead
 from mlx_moeflux.loading.options import LoadOptions
-from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.layers import BlocksLinear, weights_of
 from mlx_moeflux.models.weights import ExpertsOnDisk
 
@@ -55,7 +55,7 @@ SMALLER = 2
 
 
 def make_store(
-    model: StreamingModel,
+    model: DecoderModel,
     mapped: MappedTensors,
     layouts: dict[int, BlockLayout],
     options: LoadOptions,
@@ -281,7 +281,7 @@ def bytes_to_decode(
     return found
 
 
-def trunk_bytes_to_decode(model: StreamingModel, project: Dispatcher, dtype: mx.Dtype) -> int:
+def trunk_bytes_to_decode(model: DecoderModel, project: Dispatcher, dtype: mx.Dtype) -> int:
     """Return a bound of the bytes that a call allocates to decode matrices of the trunk in ggml's
     blocks; 0 if kernels read all of them. dtype: Of the rows."""
     layers = [module for module in model.modules() if isinstance(module, BlocksLinear)]
@@ -311,7 +311,7 @@ def _check_buffers(plan: Plan, layouts: dict[int, BlockLayout]) -> None:
 
 
 def _resident(
-    model: StreamingModel,
+    model: DecoderModel,
     mapped: MappedTensors,
     layouts: dict[int, BlockLayout],
     num_experts: int,
@@ -334,7 +334,7 @@ def _resident(
 
 
 def check_store(
-    store: ExpertStore, model: StreamingModel, layouts: dict[int, BlockLayout], dtype: mx.Dtype
+    store: ExpertStore, model: DecoderModel, layouts: dict[int, BlockLayout], dtype: mx.Dtype
 ) -> None:
     """Run a custom store once.
 

@@ -353,6 +353,11 @@ class StreamingModel(Module):
         included."""
         return sum(entry.nbytes(positions) for entry in self.entry_specs())
 
+    def activation_bytes(self, tokens: int) -> int:
+        """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state
+        allocates."""
+        raise NotImplementedError
+
     def check_cache(self, cache: Any) -> None:
         """Raise a CacheError unless `cache` is a state that :meth:`make_cache` of this model made,
         or one like it."""

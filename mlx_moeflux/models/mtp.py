@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -29,7 +29,7 @@ from mlx_moeflux.checkpoint.names import MappedTensors, Transform
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.layers import weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
-from mlx_moeflux.models.protocol import named_parameters
+from mlx_moeflux.models.protocol import Decoder, named_parameters
 
 
 class PredictionHead(Module):
@@ -42,10 +42,10 @@ class PredictionHead(Module):
     ``.weight [C]``, ``model.norm.weight [C]``, ``model.layers.0.*``.
     """
 
-    def __init__(self, model: Any, *, num_experts: int | None = None):
+    def __init__(self, model: Decoder, *, num_experts: int | None = None):
         """num_experts: Of the head, by default as many as a layer of the model has."""
         super().__init__()
-        config, kind = model.config.prediction(), type(model)
+        config, kind = model.config.prediction(), cast("Any", type(model))
         if num_experts is not None:
             config = replace(config, **{config.EXPERTS_KEY: num_experts})
         k = model.router.num_experts_per_tok
@@ -57,7 +57,7 @@ class PredictionHead(Module):
             owner.pop(part, None)
         self.model = body.model
         # Closures, since nn.Module would take attributes for child modules.
-        self._model: Callable[[], Any] = lambda: model
+        self._model: Callable[[], Decoder] = lambda: model
         self._body: Callable[[], Any] = lambda: body
         self.make_fusion(config)
 

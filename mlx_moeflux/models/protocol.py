@@ -1,15 +1,19 @@
-"""Protocol of a model, as decode traces and state specs use it."""
+"""Protocols of a model: as decode traces and state specs use it, and as the rooms above do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.cache import SequenceState
+from mlx_moeflux.cache import BaseCache, SequenceState, StateSpec
+from mlx_moeflux.experts.budget import Plan
+from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.models.moe import Router
+from mlx_moeflux.models.runtime import Runtime
 from mlx_moeflux.state_arrays import EntrySpec
 
 
@@ -46,7 +50,7 @@ class Decoder(Protocol):
     def store(self) -> Any: ...
 
     @property
-    def router(self) -> Any: ...
+    def router(self) -> Router: ...
 
     def parameters(self) -> dict[str, Any]: ...
 
@@ -57,6 +61,65 @@ class Decoder(Protocol):
     def embed(self, tokens: Sequence[mx.array]) -> list[mx.array]: ...
 
     def logits(self, h: mx.array) -> mx.array: ...
+
+    def head(self) -> list[Any]: ...
+
+
+class LoadedModel(Decoder, Protocol):
+    """A model with its experts, as generation and the server use it. See :class:`Decoder`."""
+
+    runtime: Runtime
+    drafting: Any
+
+    @property
+    def store(self) -> ExpertStore: ...
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+    @property
+    def prediction(self) -> DraftHead | None: ...
+
+    def __call__(
+        self, tokens: mx.array, cache: list[BaseCache] | None = None, *, last_only: bool = False
+    ) -> mx.array: ...
+
+    def read_together(
+        self, prompts: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
+    ) -> mx.array: ...
+
+    def read_in_pauses(
+        self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
+    ) -> Generator[int | None, None, mx.array]: ...
+
+    def read_rows(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array: ...
+
+    def new_state(self, entries: Iterable[BaseCache]) -> SequenceState: ...
+
+    def check_cache(self, cache: Any) -> None: ...
+
+    def context_left(self, cache: Sequence[BaseCache] | None = None) -> int: ...
+
+    def state_spec(self) -> StateSpec: ...
+
+    def state_bytes(self, positions: int) -> int: ...
+
+    def activation_bytes(self, tokens: int) -> int: ...
+
+    def release(self) -> None: ...
+
+
+class DraftHead(Protocol):
+    """A head of multi-token prediction, as drafts use it. See
+    :class:`~mlx_moeflux.models.mtp.PredictionHead`."""
+
+    def make_cache(self) -> SequenceState: ...
+
+    def entering(self, hidden: mx.array) -> mx.array: ...
+
+    def __call__(self, read: mx.array, tokens: mx.array, cache: SequenceState) -> mx.array: ...
+
+    def logits(self, read: mx.array) -> mx.array: ...
 
 
 def named_parameters(model: HasParameters) -> list[tuple[str, mx.array]]:

@@ -32,6 +32,7 @@ from mlx_moeflux.generation.sampling import (
 from mlx_moeflux.generation.sampling_fields import REQUEST_FIELDS
 from mlx_moeflux.generation.scheduler import Workload
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.protocol import LoadedModel
 from mlx_moeflux.server.errors import PromptTooLong, RequestError
 from mlx_moeflux.server.following import LeadingGenerator
 from mlx_moeflux.server.request import Sampling
@@ -132,7 +133,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: LoadedModel,
         stop_ids: Iterable[int],
         options: EngineOptions,
         prompt_cache: PromptCache | None = None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.distributed.heartbeat import leave
+from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
+from mlx_moeflux.models.protocol import LoadedModel
 
 
 class LeadingGenerator(BatchGenerator):
@@ -19,8 +21,8 @@ class LeadingGenerator(BatchGenerator):
     A call that fails within a step ends all ranks: the others cannot take it back.
     """
 
-    def __init__(self, model: Any, *, prompt_cache: PromptCache | None, **options: Any):
-        self._ranks = model.store.ranks
+    def __init__(self, model: LoadedModel, *, prompt_cache: PromptCache | None, **options: Any):
+        self._ranks = _ranks_of(model)
         options["stop_ids"] = sorted(options["stop_ids"])
         self._send("open", **options)
         super().__init__(model, prompt_cache=prompt_cache, **options)
@@ -70,9 +72,14 @@ class LeadingGenerator(BatchGenerator):
         self._ranks.send(json.dumps([call, options]))
 
 
-def follow(model: Any, prompt_cache: PromptCache | None) -> None:
+def _ranks_of(model: LoadedModel) -> Ranks:
+    """Return the ranks of a model whose experts are on several."""
+    return cast("Ranks", model.store.ranks)
+
+
+def follow(model: LoadedModel, prompt_cache: PromptCache | None) -> None:
     """Repeat what the :class:`LeadingGenerator` of rank 0 does, until rank 0 ends."""
-    ranks = model.store.ranks
+    ranks = _ranks_of(model)
     generator: Any = None
     with ranks.reporting():
         while (text := ranks.receive()) is not None:

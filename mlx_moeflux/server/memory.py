@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mlx_moeflux.experts.budget import RESERVE_BYTES, format_bytes
+from mlx_moeflux.models.protocol import LoadedModel
 
 # A prompt that must fit at least, in tokens.
 LEAST_POSITIONS = 8192
@@ -29,11 +29,12 @@ class ServerMemory:
     activations: int
 
     @classmethod
-    def of(cls, model: Any, states: int | None) -> ServerMemory:
+    def of(cls, model: LoadedModel, states: int | None) -> ServerMemory:
         """Return the plan of a loaded model. states: Of all replies; None: half of what the other
         parts leave, but at least one of 8,192 tokens. The other half is for files that the system
         keeps in memory."""
         plan = model.plan
+        assert plan is not None  # the server loads no store of a user
         used = plan.trunk_bytes + plan.row_bytes + plan.budget_bytes + plan.reserved_bytes
         used += plan.draft_bytes
         rest = plan.usable_bytes - used - RESERVE_BYTES

@@ -13,6 +13,7 @@ from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation.prompt import prompt_ids, turn_end
 from mlx_moeflux.generation.text import end_ids
+from mlx_moeflux.models.protocol import LoadedModel
 from mlx_moeflux.sandbox.requests import TemplateNames, template_names
 from mlx_moeflux.server.assemble import Assembler, Delta
 from mlx_moeflux.server.calls.reader import whole_calls
@@ -65,7 +66,7 @@ class Service:
 
     def __init__(
         self,
-        model: Any,
+        model: LoadedModel,
         tokenizer: Any,
         options: ServiceOptions,
         engine_options: EngineOptions,
