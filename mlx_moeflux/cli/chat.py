@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux.awake import Awake
 from mlx_moeflux.cli import signals
@@ -45,6 +45,9 @@ from mlx_moeflux.cli.common import (
 from mlx_moeflux.cli.messages import Trying, say
 from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
+
+if TYPE_CHECKING:
+    from mlx_moeflux.models.protocol import LoadedModel
 
 WAITS = True
 SAMPLING = ("temp", "top_p", "xtc_probability", "xtc_threshold")
@@ -156,7 +159,7 @@ class Conversation:
     def __init__(
         self,
         args: argparse.Namespace,
-        model: Any,
+        model: LoadedModel,
         tokenizer: Any,
         cache: Any,
         options: Any,
@@ -364,7 +367,7 @@ def _cache(args: argparse.Namespace, memory_bytes: int) -> Iterator[Any]:
 
 
 def _lines(
-    frontend: Frontend, model: Any, awake: Awake, args: argparse.Namespace, elastic: Any
+    frontend: Frontend, model: LoadedModel, awake: Awake, args: argparse.Namespace, elastic: Any
 ) -> Iterator[str]:
     from mlx_moeflux.generation.idle import released_when_idle
 

@@ -11,13 +11,16 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.cli.messages import say
 from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
 from mlx_moeflux.generation.sampling_fields import SAMPLING_FIELDS
 from mlx_moeflux.loading.options import FLAGS, LoadOptions
+
+if TYPE_CHECKING:
+    from mlx_moeflux.models.protocol import LoadedModel
 
 # The options of loading that commands with a model share, and those of commands that ``mlx.launch``
 # starts on several machines.
@@ -167,7 +170,7 @@ def machine_rates(args: argparse.Namespace, place: Path) -> Any:
     )
 
 
-def hint_speed(model: Any) -> None:
+def hint_speed(model: LoadedModel) -> None:
     """Say which speed to expect, at the first run of a model from a disk."""
     from mlx_moeflux.measure.first_run import first_run_hint
 
@@ -277,7 +280,7 @@ def silence() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def quiet_unless_first(model: Any) -> None:
+def quiet_unless_first(model: LoadedModel) -> None:
     """Leave standard output to rank 0."""
     if not model.runtime.leads:
         silence()
@@ -429,7 +432,9 @@ def memory_pressure(args: argparse.Namespace) -> Any:
     return open_pressure()
 
 
-def stats_table(experts: Any, model: Any, *, details: bool = False, written: int = 0) -> str:
+def stats_table(
+    experts: Any, model: LoadedModel, *, details: bool = False, written: int = 0
+) -> str:
     """Return a table of expert statistics by layer, what was lossy or fell back, and what the
     process did to the disk. details: All counts, the active kernels and, on NVIDIA, the number of
     compiled variants. written: Bytes of prompt caches."""
@@ -459,7 +464,7 @@ def stats_table(experts: Any, model: Any, *, details: bool = False, written: int
             f"disk since the start: {read} of experts read, which does not wear an SSD; "
             f"{format_bytes(written)} of prompt caches written"
         )
-    if (rows := model.row_stats()) is not None:
+    if (rows := model.runtime.row_stats()) is not None:
         lines.append(f"n-gram rows: {rows}")
     if details:
         kernels = ", ".join(f"{op}={name}" for op, name in model.kernels.names().items())

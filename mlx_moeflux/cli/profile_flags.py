@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mlx_moeflux.errors import InputError
+
+if TYPE_CHECKING:
+    from mlx_moeflux.models.decoder import DecoderModel
 
 TABLE_ONLY = "-"
 
@@ -43,7 +46,7 @@ def trace_file(args: argparse.Namespace) -> Path | None:
 
 
 @contextmanager
-def instrument(args: argparse.Namespace, model: Any) -> Iterator[None]:
+def instrument(args: argparse.Namespace, model: DecoderModel) -> Iterator[None]:
     """Profile and capture the calls inside the block; print the table to stderr."""
     from mlx_moeflux.measure.profile.capture import gpu_capture
     from mlx_moeflux.measure.profile.stages import Profiler

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux.awake import Awake
 from mlx_moeflux.cli.common import (
@@ -37,6 +37,9 @@ from mlx_moeflux.cli.messages import Trying, write_line
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.generation.sampling_fields import SAMPLING_FIELDS
 from mlx_moeflux.installation import install_command
+
+if TYPE_CHECKING:
+    from mlx_moeflux.models.protocol import LoadedModel
 
 WAITS = True
 SAMPLING = tuple(name for name, field in SAMPLING_FIELDS.items() if field.serve)
@@ -345,7 +348,7 @@ def _engine_options(args: argparse.Namespace) -> Any:
     )
 
 
-def _for_model(options: Any, model: Any, memory: Any) -> Any:
+def _for_model(options: Any, model: LoadedModel, memory: Any) -> Any:
     """Return options whose missing values are the model's and the plan's."""
     step = options.prefill_step_size
     if step is None and model.store.streaming is None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.text import generate
+from mlx_moeflux.models.decoder import DecoderModel
 
 PROMPTS = Path(__file__).parents[1] / "data" / "evaluation" / "prompts.json"
 
@@ -153,7 +154,7 @@ def _opened(opener: Opener) -> Iterator[tuple[Any, Any]]:
         yield model, tokenizer
 
 
-def _log_probabilities(model: Any, ids: list[int]) -> np.ndarray:
+def _log_probabilities(model: DecoderModel, ids: list[int]) -> np.ndarray:
     """``[T - 1, V]`` float32: the prediction of each token but the first."""
     if len(ids) < 2:
         raise InputError("a text to compare on has fewer than two tokens; give a longer one.")
@@ -162,7 +163,7 @@ def _log_probabilities(model: Any, ids: list[int]) -> np.ndarray:
 
 
 def _valid_share(
-    model: Any, tokenizer: Any, prompts: Sequence[dict[str, str]], max_tokens: int
+    model: DecoderModel, tokenizer: Any, prompts: Sequence[dict[str, str]], max_tokens: int
 ) -> float:
     """The share of `prompts` to which the greedy reply is JSON; nan without prompts."""
     valid = []

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mlx_moeflux.experts.io.readers import PAGE_CACHED
 from mlx_moeflux.experts.system_memory import available_memory
 from mlx_moeflux.measure.disk import kept_speed
 from mlx_moeflux.measure.plan import Sizes, span, speeds
 from mlx_moeflux.measure.rates import chip_bandwidth, find_rates
-from mlx_moeflux.models.protocol import named_parameters
+from mlx_moeflux.models.protocol import LoadedModel, named_parameters
 
 # Smaller models are read from the page cache after a moment.
 LEAST_EXPERT_BYTES = 10**9
 
 
-def first_run_hint(model: Any) -> str:
+def first_run_hint(model: LoadedModel) -> str:
     """Return a line with the expected speed of a loaded model; measure the disk for it.
 
     It is empty unless the model is streamed from files by a machine whose memory's bandwidth is
     known, and if the speed of their disk was measured before.
     """
-    streaming = model.store.streaming
+    streaming, plan = model.store.streaming, model.plan
     files = getattr(getattr(streaming, "reader", None), "files", ())
-    if not files or model.plan.expert_bytes < LEAST_EXPERT_BYTES or chip_bandwidth() is None:
+    if streaming is None or plan is None or not files:
+        return ""
+    if plan.expert_bytes < LEAST_EXPERT_BYTES or chip_bandwidth() is None:
         return ""
     place = Path(files[0])
     if kept_speed(place) is not None:
         return ""
-    rates, plan, sizes = find_rates(place), model.plan, loaded_sizes(model)
+    rates, sizes = find_rates(place), loaded_sizes(model)
     # Trunk and bank are allocated already, the state is not.
     cached = streaming.reader.name in PAGE_CACHED
     left = available_memory()[0] - sizes.state_bytes if cached else 0
@@ -47,9 +48,10 @@ def first_run_hint(model: Any) -> str:
     )
 
 
-def loaded_sizes(model: Any) -> Sizes:
+def loaded_sizes(model: LoadedModel) -> Sizes:
     """Return the sizes of a loaded model."""
     config, plan = model.config, model.plan
+    assert plan is not None  # its store is this package's
     embedding = sum(a.nbytes for name, a in named_parameters(model) if ".embed_tokens." in name)
     block: int = plan.expert_bytes // (len(plan.slots) * config.num_experts)
     return Sizes(

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.decoder import DecoderModel
 
 EXPERT_MEMORY, TOKENS, ROUNDS = "50%", 24, 5
 
@@ -63,7 +63,7 @@ class _Decoded(NamedTuple):
     seconds: float
 
 
-def _decode(model: StreamingModel, tokens: int) -> _Decoded:
+def _decode(model: DecoderModel, tokens: int) -> _Decoded:
     """Decode a fixed text."""
     cache = model.make_cache()
     mx.eval(model(mx.array([[1, 2, 3]]), cache))

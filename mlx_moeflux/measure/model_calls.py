@@ -8,13 +8,16 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.kernels.examples import Arguments
+from mlx_moeflux.models.decoder import DecoderModel
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
 # Calls of an operation at one size, of different layers: one alone would be read from caches.
 MOST = 8
 
 
-def calls_of(model: Any, tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, list[Arguments]]]:
+def calls_of(
+    model: DecoderModel, tokens: Sequence[int] = TOKENS
+) -> dict[str, dict[int, list[Arguments]]]:
     """Run prompts of so many tokens and a step behind the last, and return operation, or operation
     and kind -> tokens -> calls, by ascending tokens. Evaluates; no call is traced.
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -27,11 +27,13 @@ from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import LastToken, LookAhead, make_prefetch
+from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.forecast import Profile
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.benchmark.pages import evict
 from mlx_moeflux.measure.disk import expert_files
 from mlx_moeflux.models import map_checkpoint
+from mlx_moeflux.models.decoder import DecoderModel
 
 THREADS = (1, 2, 4, 8, 16, 32)
 READERS = ("pread", "direct")
@@ -164,10 +166,12 @@ def cheapest(seconds: Mapping[Any, float]) -> Any:
     return next(what for what, each in seconds.items() if each <= best * (1 + CLOSE))
 
 
-def _budgets(model: Any) -> list[str]:
-    most, all_bytes = model.plan.budget_bytes, model.plan.expert_bytes
-    if not model.plan.resident:
-        if (timed := model.store.streaming.timed_budget) is not None:
+def _budgets(model: DecoderModel) -> list[str]:
+    plan, streaming = model.plan, model.store.streaming
+    assert plan is not None  # no store of a user is tuned
+    most, all_bytes = plan.budget_bytes, plan.expert_bytes
+    if not plan.resident:
+        if streaming is not None and (timed := streaming.timed_budget) is not None:
             most = timed.larger.nbytes
         most *= 2  # auto takes half of what is left
     K, E = model.router.num_experts_per_tok, model.config.num_experts
@@ -216,7 +220,7 @@ def _read(reader: Any, files: Sequence[Path], threads: int, blocks: int, repeats
 
 
 def _knee(
-    model: Any,
+    model: DecoderModel,
     budgets: Sequence[str],
     tokens: int,
     repeats: int,
@@ -231,9 +235,9 @@ def _knee(
 
 
 def _best_prefetch(
-    model: Any, tokens: int, repeats: int, note: Callable[[str, float], float]
+    model: DecoderModel, tokens: int, repeats: int, note: Callable[[str, float], float]
 ) -> str:
-    store = model.store
+    store = cast("StreamedStore", model.store)
     seconds: dict[str, list[float]] = {name: [] for name in PREFETCHES}
     try:
         for _ in range(repeats):
@@ -249,7 +253,7 @@ def _best_prefetch(
         model.set_store(store)
 
 
-def _decode(model: Any, tokens: int) -> float:
+def _decode(model: DecoderModel, tokens: int) -> float:
     """Seconds of a greedy decode step after a short prompt, a few to warm up not counted."""
     random = np.random.default_rng(0)
     cache, warm = model.make_cache(), max(2, tokens // 4)

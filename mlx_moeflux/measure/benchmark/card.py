@@ -12,13 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.experts.budget import format_bytes
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.protocol import named_parameters
 
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)
@@ -100,9 +100,10 @@ class Card:
         }
 
 
-def make_card(model: Any, *, memory: float, disk: float | None) -> Card:
+def make_card(model: DecoderModel, *, memory: float, disk: float | None) -> Card:
     """The card of a loaded model."""
     config, plan = model.config, model.plan
+    assert plan is not None  # no store of a user is measured
     parameters = named_parameters(model)
     trunk = sum(a.nbytes for name, a in parameters if ".switch_mlp." not in name)
     table = sum(a.nbytes for name, a in parameters if ".embed_tokens." in name)

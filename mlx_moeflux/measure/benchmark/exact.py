@@ -27,6 +27,7 @@ from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.models.decoder import DecoderModel
 
 # Difference of float32 logits by their size (root mean squares over the vocabulary) at the worst
 # position, of the same arithmetic. :func:`limit` has another program's.
@@ -147,7 +148,7 @@ def limit(dtype: str) -> float:
 class OurParts:
     """Embedding, layers and head of our model, one at a time."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: DecoderModel):
         self._model, self.count = model, len(model.layers)
 
     def embed(self, ids: mx.array) -> mx.array:

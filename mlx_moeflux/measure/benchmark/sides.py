@@ -23,6 +23,7 @@ from mlx_moeflux.generation.memory import LIMITS, Needs
 from mlx_moeflux.installation import install_command
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.measure.benchmark.exact import DECODE_TOKENS, forced_logits
+from mlx_moeflux.models.decoder import DecoderModel
 
 MLX_LM_PREFILL = 2048
 
@@ -162,7 +163,7 @@ class Ours:
 
     name = "mlx_moeflux"
 
-    def __init__(self, model: Any, *, prefill_step_size: int | None, held_bytes: int = 0):
+    def __init__(self, model: DecoderModel, *, prefill_step_size: int | None, held_bytes: int = 0):
         self.model: Any = model
         self.held_bytes = held_bytes
         self._size = prefill_step_size

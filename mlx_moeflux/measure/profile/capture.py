@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.measure.profile.instrument import Retyped, evaluate, uncompiled
+from mlx_moeflux.models.decoder import DecoderModel
 
 
 def check_capture(file: str | Path) -> Path:
@@ -24,7 +25,9 @@ def check_capture(file: str | Path) -> Path:
 
 
 @contextmanager
-def gpu_capture(model: Any, file: str | Path, *, layer: int = 0, token: int = 10) -> Iterator[None]:
+def gpu_capture(
+    model: DecoderModel, file: str | Path, *, layer: int = 0, token: int = 10
+) -> Iterator[None]:
     """Write the commands of `layer` in the `token`-th decode step (from 1) to ``FILE.gputrace``.
 
     The capture ends with the layer, also after an error. Compiled functions run as written.

@@ -26,6 +26,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.io.replicas import each_reader
 from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.measure.profile.instrument import Retyped, evaluate, uncompiled
+from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import SparseMoeBlock
 
 # Attribute of a layer, or method of its MoE block -> stage. What comes before the experts is norm,
@@ -91,7 +92,7 @@ class Profiler:
     phases: "prefill", "decode", "batch of B" -> :class:`Phase`. slices: For the trace.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: DecoderModel):
         self._model, self._exits = model, None
         self.reset()
 
@@ -320,7 +321,7 @@ class _TimedRouter:
         return getattr(self._router, name)
 
 
-def _total(model: Any) -> LayerStats:
+def _total(model: DecoderModel) -> LayerStats:
     return model.store.stats().total
 
 
