@@ -63,7 +63,7 @@ def test_safe_uses_references_eager_steps_and_no_prefetch():
         assert model.compile_steps is False
         cache = model.make_cache()
         mx.eval(model(tokens, cache), model(tokens[:, :1], cache))
-        assert model._step.traces == model._segments.traces == 0
+        assert model.steps.whole.traces == model.steps.segments.traces == 0
         assert model.store.stats().total.proposed == 0
 
 

@@ -26,8 +26,6 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.trace import TraceWriter
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.models.hooks import MIXER, POINTS, Hook, check_point
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
 from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, declares_traceable, is_own
@@ -36,6 +34,7 @@ from mlx_moeflux.models.packed_parameters import EXPERTS, keep_views, pack, rele
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.runtime import Runtime
 from mlx_moeflux.models.state_spec import state_spec
+from mlx_moeflux.models.steps import Steps
 from mlx_moeflux.state_arrays import EntrySpec
 
 # Tokens per mixer call; bounds the memory of attention scores and convolution windows.
@@ -62,6 +61,7 @@ class StreamingModel(Module):
     config: Any
     model: Any
     layers: Any
+    steps: Steps
     CAN_LOOK_AHEAD: ClassVar[bool] = True
     """Whether a layer's hidden state is what the next layer's router takes."""
 
@@ -73,7 +73,7 @@ class StreamingModel(Module):
     def __init__(self, router: Router, kernels: Kernels):
         super().__init__()
         self._router, self._kernels = router, kernels
-        self.runtime = Runtime(router, self.forget_steps)
+        self.runtime = Runtime(router, lambda: self.steps.forget())
         self.prefill_chunk = PREFILL_CHUNK
         self.max_context: int | None = None
         # What it drafts with, see mlx_moeflux.generation.drafting; None: nothing.
@@ -82,13 +82,8 @@ class StreamingModel(Module):
         self.experts_identity: Callable[[], str] = str
         self.compile_steps: bool | None = None
         self._survey: Survey | None = None
-        self._step: Any = None
-        self._waiting: Any = None
-        self._segments: Any = None
-        self._generation = (0, failures.generation())
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
-        self._parts_are_own = True
         # No dict: nn.Module would take it for children.
         self._loaded: Mapping[int, SparseMoeBlock] = MappingProxyType({})
         # A closure, since nn.Module would take an attribute for a child module.
@@ -109,7 +104,7 @@ class StreamingModel(Module):
 
     def update(self, *args, **kwargs) -> StreamingModel:
         """Update parameters as ``nn.Module.update`` does and drop all decode traces."""
-        self.forget_steps()
+        self.steps.forget()
         self._entry_specs = None
         super().update(*args, **kwargs)
         release(self)
@@ -135,7 +130,7 @@ class StreamingModel(Module):
                 pack(block[EXPERTS])
         keep_views(self)
         mx.clear_cache()
-        self.forget_steps()
+        self.steps.forget()
 
     def notice_edits(self) -> None:
         """Do what follows from edits of modules, parameters, attributes and code since the last
@@ -151,9 +146,9 @@ class StreamingModel(Module):
             return
         survey = Survey(self, *([self._router] if declares_traceable(self._router) else []))
         if self._survey is None or not survey.equals(self._survey):
-            self.forget_steps()
+            self.steps.forget()
             self._connect()
-        self._survey = survey
+        self._survey, self.steps.traceable = survey, survey.traceable
 
     def _connect(self) -> None:
         """Give the blocks their store and the next block's router, and note in them and in the
@@ -180,7 +175,7 @@ class StreamingModel(Module):
             block._plain = all(map(is_own, block.modules()))
         for layer in filter(None, map(decoder_layer, self.layers)):
             layer._plain = is_own(layer)
-        self._parts_are_own = all(
+        self.steps.plain = all(
             decoder_layer(layer) is layer and layer._plain for layer in self.layers
         ) and all(self.layers[i].mlp is block and block._plain for i, block in blocks.items())
         if self.runtime.store is not None and self.CAN_LOOK_AHEAD:
@@ -189,47 +184,6 @@ class StreamingModel(Module):
                 if after is not None:
                     norm = after.router_norm
                     blocks[layer]._lookahead = RouterLookahead(norm, blocks[following])
-
-    def forget_steps(self) -> None:
-        """Drop all decode traces: a trace keeps the parameters and banks that it captured."""
-        for step in (self._step, self._waiting, self._segments):
-            if step is not None:
-                step.forget()
-
-    def _can_compile(self) -> bool:
-        """Return True if a step of one token may run from a trace. ``compile_steps`` None means: on
-        GPUs."""
-        self._drop_old_traces()
-        return self._compiles and self._can_replace()
-
-    @property
-    def _compiles(self) -> bool:
-        return device.kind() != "cpu" if self.compile_steps is None else self.compile_steps
-
-    def _drop_old_traces(self) -> None:
-        """Drop the traces if they hold arrays or kernels that were replaced."""
-        direct = self.runtime.store.direct
-        generation = 0 if direct is None else direct.generation, failures.generation()
-        if generation != self._generation:
-            self._generation = generation
-            self.forget_steps()
-
-    def _can_replace(self) -> bool:
-        """Return True if a step of one token need not call the store layer by layer. Events,
-        recordings, hooks and training need that."""
-        own = self._survey is not None and self._survey.traceable
-        return (
-            own
-            and not self.training
-            and not self.runtime.observers.active
-            and declares_traceable(self._router)
-        )
-
-    def _most_in_segments(self) -> int:
-        """Return how many tokens a step may have that runs from one trace per segment."""
-        if self.runtime.store.steps is None or not self._parts_are_own:
-            return 0
-        return self._segments.most_pairs() // self._router.num_experts_per_tok
 
     def train(self, mode: bool = True) -> StreamingModel:
         """Switch training mode; in it the references, which have gradients, compute operations."""
@@ -441,7 +395,7 @@ class StreamingModel(Module):
         """Set the store that computes the experts of every MoE block."""
         self.runtime.store = store
         store.training = self.training
-        self.forget_steps()
+        self.steps.forget()
         self._loaded = MappingProxyType(self.moe_blocks())
         self._connect()
 

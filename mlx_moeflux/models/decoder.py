@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from mlx_moeflux.cache.rows import begin_rows, check_rows
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
-from mlx_moeflux.errors import InputError, MoefluxError
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.trace import Rows
 from mlx_moeflux.kernels.linear.weight import Weight, multiplied
 from mlx_moeflux.kernels.nested import describe
@@ -26,7 +26,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.rows import together
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.compiled import CompiledStep, Outputs, SegmentedStep
+from mlx_moeflux.models.compiled import Outputs
 from mlx_moeflux.models.layers import (
     Applied,
     DecoderLayer,
@@ -39,6 +39,7 @@ from mlx_moeflux.models.modules import Embedding, Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 from mlx_moeflux.models.mtp import PredictionHead
 from mlx_moeflux.models.rows import as_rows
+from mlx_moeflux.models.steps import Steps
 
 # A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
 # builds the rest. A hidden state of MANY_NUMBERS elements or more is submitted after each layer,
@@ -119,9 +120,7 @@ class DecoderModel(StreamingModel):
         super().__init__(router or self.make_router(config, kernels), kernels)
         self.config, self.model_type = config, self.MODEL_TYPE
         self._kernels.references_only(self.training)  # a new module is in training mode
-        self._step, self._segments = CompiledStep(self._outputs), SegmentedStep(self)
-        # Its traces hold kernels that wait, and serve steps alone that a host answers.
-        self._waiting = CompiledStep(self._outputs)
+        self.steps = Steps(self, self._outputs)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = self.TEXT_MODEL(config, layers, self._kernels)
         if not config.tie_word_embeddings:
@@ -224,19 +223,10 @@ class DecoderModel(StreamingModel):
         elif not one or not isinstance(cache, list) or len(cache) != len(self.model.layers):
             self.check_cache(cache)
         self.feed([tokens], [cache])
-        logits = self._waiting_step(tokens, cache)
+        logits = self.steps.run(tokens, cache)
         if logits is not None:
             return logits
-        one = tokens.shape[1] == 1 and self._compiles and self._step.fits(cache)
-        if one and self._can_compile():
-            if self.runtime.experts_stay_on_device:
-                return self._whole_step(tokens, cache)
-            if tokens.shape[0] <= self._most_in_segments():
-                return self._step_in_segments(tokens, cache)
         with transaction(cache):
-            if one and not self.training:
-                with self.runtime.observers.rows_known([tokens], [cache]):
-                    return self._noted(*self._step.untraced(tokens, cache))
             return self._forward(tokens, cache, last_only=last_only)
 
     def _ids(self, tokens: mx.array, *, waits: bool) -> mx.array:
@@ -301,28 +291,12 @@ class DecoderModel(StreamingModel):
             begin_rows(cache, R)
             parts, start = [], 0
             while start < R:
-                some = tokens[:, start : start + self._rows_at_once(cache)]
+                self.notice_edits()
+                some = tokens[:, start : start + self.steps.rows_at_once(cache)]
                 one = some.shape[1] == 1
                 parts.append(self(some, cache) if one else self._rows_together(some, cache))
                 start += some.shape[1]
             return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
-
-    def _rows_at_once(self, cache: list[BaseCache]) -> int:
-        """Return how many of the next rows go through the layers together: one where calls of one
-        token alone are known to give their bits, or are faster."""
-        self.notice_edits()
-        store = self.runtime.store
-        if not self._can_replace() or not self._parts_are_own:
-            return 1
-        if store.direct is None or store.ranks is not None:
-            return 1
-        if not self._compiles:
-            # Without a trace, a GPU waits for the host, and may compute experts by stock MLX.
-            return MOST_ROWS if device.kind() == "cpu" else 1
-        most = min(entry.rows_ahead() for entry in cache) if self._step.fits(cache) else 1
-        if not self.runtime.experts_stay_on_device:
-            most = min(most, self._most_in_segments())
-        return max(most, 1)
 
     def _rows_together(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array:
         """Return the logits ``[1, R, V]`` of tokens ``[1, R]`` in one pass through the layers."""
@@ -330,15 +304,12 @@ class DecoderModel(StreamingModel):
         tokens = self._ids(tokens, waits=False)
         self.feed([tokens], [cache])
         with together(R):
-            if not self._compiles:
+            if self.steps.compiles:
+                logits = self.steps.run_rows(tokens.T, cache)
+            else:
                 first: Any = cache[0].offset  # an int: there is one sequence
                 positions = mx.arange(first, first + R, dtype=mx.int32)
                 logits = self._forward(tokens.T, as_rows(cache, positions))
-            else:
-                self._drop_old_traces()
-                whole = self.runtime.experts_stay_on_device
-                step = self._whole_step if whole else self._step_in_segments
-                logits = step(tokens.T, cache, count=R)
         return logits.swapaxes(0, 1)
 
     def read_in_pauses(
@@ -397,16 +368,7 @@ class DecoderModel(StreamingModel):
     def _forward(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
     ) -> mx.array:
-        return self._noted(*self._outputs(tokens, cache, last_only=last_only))
-
-    def _noted(self, logits: mx.array, h: mx.array, *marks: mx.array) -> mx.array:
-        """Return the logits of a call, whose last layer returned h, which may be collected. marks:
-        See :meth:`~mlx_moeflux.experts.store.Spread.marks`."""
-        if self.runtime.store.ranks is not None:
-            self.runtime.store.ranks.check(*marks)
-        if self.runtime.observers.hidden is not None:
-            self.runtime.observers.hidden.append(h)
-        return logits
+        return self.runtime.noted(*self._outputs(tokens, cache, last_only=last_only))
 
     def _outputs(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
@@ -464,47 +426,6 @@ class DecoderModel(StreamingModel):
         if len(hidden) == 1:
             return self.logits(hidden[0][:, -1:])[:, 0]
         return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
-
-    def _waiting_step(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array | None:
-        """Run a step of one sequence in which kernels wait for experts, and evaluate it. Return
-        None if this is none, or if it failed and left everything as it was."""
-        if tokens.size > 1 or (handshake := self.runtime.store.handshake) is None:
-            return None
-        if (
-            self.runtime.experts_stay_on_device
-            or not self._can_replace()
-            or not self._step.fits(cache)
-        ):
-            return None
-        # The errors of reads, waits, kernels and MLX: the other path has them again, or succeeds.
-        errors = suppress(RuntimeError, ValueError, MoefluxError)
-        with errors, transaction(cache), handshake.step():
-            self._drop_old_traces()
-            if self._compiles:
-                outputs = self._waiting(tokens, cache, repeated=handshake.begin_again)
-            else:
-                outputs = self._outputs(tokens, cache)
-            device.settle()
-            mx.eval(outputs)
-            return self._noted(*outputs)
-        return None
-
-    def _whole_step(self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1) -> mx.array:
-        """Run a step as one trace."""
-        traces = self._step.traces
-        outputs = self._step(tokens, cache, count=count)
-        if self._step.traces == traces:
-            direct = self.runtime.store.direct
-            assert direct is not None  # a trace stands for its calls
-            direct.count(tokens.shape[0])  # a replayed trace does not call the store
-        return self._noted(*outputs)
-
-    def _step_in_segments(
-        self, tokens: mx.array, cache: Sequence[Any], *, count: int = 1
-    ) -> mx.array:
-        """Run a step as one trace per segment."""
-        logits, h = self._segments(tokens, cache, count=count)
-        return self._noted(logits, h, *self.runtime.marks(h))
 
     def logits(self, h: mx.array) -> mx.array:
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""

@@ -33,6 +33,8 @@ class Decoder(Protocol):
     experts_identity: Callable[[], str]
     kv_bits: int | None
     kv_group_size: int
+    compile_steps: bool | None
+    runtime: Runtime
 
     @property
     def training(self) -> bool: ...
@@ -68,7 +70,6 @@ class Decoder(Protocol):
 class LoadedModel(Decoder, Protocol):
     """A model with its experts, as generation and the server use it. See :class:`Decoder`."""
 
-    runtime: Runtime
     drafting: Any
 
     @property

@@ -97,6 +97,15 @@ class Runtime:
         :meth:`~mlx_moeflux.experts.store.Spread.marks`."""
         return () if self.store.ranks is None else self.store.ranks.marks(h)
 
+    def noted(self, logits: mx.array, h: mx.array, *marks: mx.array) -> mx.array:
+        """Return the logits of a call, whose last layer returned h and which has these
+        :meth:`marks`, after others have seen h and the ranks the marks."""
+        if self.store.ranks is not None:
+            self.store.ranks.check(*marks)
+        if self.observers.hidden is not None:
+            self.observers.hidden.append(h)
+        return logits
+
     def set_expert_memory(self, budget: str | float) -> None:
         """Resize the banks of streamed experts; see
         :meth:`~mlx_moeflux.models.base.StreamingModel.set_expert_memory`."""

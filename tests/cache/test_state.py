@@ -215,7 +215,7 @@ def test_traced_steps_are_kept_and_restored_with_their_tails(tmp_path, position)
         kept = state.snapshot()
         state.save(tmp_path / "state")
         expected = run(model, state, tokens[:, position:])
-        assert model._step.traces > 0
+        assert model.steps.whole.traces > 0
         for restore in ("memory", "disk"):
             other = model.make_cache()
             if restore == "memory":

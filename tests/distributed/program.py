@@ -200,7 +200,7 @@ def ahead(path: str, *, sampled: bool = False) -> dict[str, Any]:
             mx.random.seed(RANK)
             options["sampler"] = make_sampler(temp=1.5)
         first = reply(model, prompts[0], **options)
-        model.forget_steps()
+        model.steps.forget()
         return {"reply": first, "batch": batched(model)}
 
 

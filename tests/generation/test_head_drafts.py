@@ -162,7 +162,7 @@ def test_traced_steps_give_the_hidden_states_too(case, memory):
                 mx.eval(model(tokens[:, 9:10], cache), model.read_rows(tokens[:, 10:13], cache))
             rows = mx.concatenate([h.reshape(1, -1, h.shape[-1]) for h in found], axis=1)
             collected.append(rows)
-            assert bool(model._step.traces + model._segments.traces) == traced
+            assert bool(model.steps.whole.traces + model.steps.segments.traces) == traced
     assert collected[0].shape[1] == 4
     assert relative_error(collected[1], collected[0]) <= LIMIT
 

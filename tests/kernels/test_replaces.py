@@ -92,7 +92,7 @@ def test_a_given_callable_is_called_although_a_fused_operation_does_its_work(
         state, _ = prompt_of(model)
         calls.clear()
         mx.eval(step_of(model, state, fused))
-        assert model._step.traces == 1
+        assert model.steps.whole.traces == 1
         assert set(calls) == {replaced}
 
 

@@ -61,28 +61,28 @@ def steps(model, tokens: mx.array, *, traced: bool, prompt: int) -> mx.array:
 @by_default("streamed", "stacked")
 def test_traced_steps_give_the_same_logits(model, B):
     tokens = mx.array(np.random.default_rng(B).integers(0, 1000, (B, 69)))
-    before = model._step.traces
+    before = model.steps.whole.traces
     traced = steps(model, tokens, traced=True, prompt=60)
     assert close(traced, steps(model, tokens, traced=False, prompt=60))
     # One shape of buffers, one trace, across the end of a tail.
-    assert model._step.traces == before + 1
+    assert model.steps.whole.traces == before + 1
 
 
 def test_ids_of_any_kind_take_the_same_trace(model):
-    cache, before = model.make_cache(), model._step.traces
+    cache, before = model.make_cache(), model.steps.whole.traces
     mx.eval(model(mx.array([[5, 6, 7]]), cache))
     for dtype in (mx.uint32, mx.int32, mx.int64):
         mx.eval(model(mx.array([[8]], dtype), cache))
-    assert model._step.traces <= before + 1
+    assert model.steps.whole.traces <= before + 1
 
 
 @by_default("streamed", "latent")
 def test_a_trace_serves_until_a_buffer_grows(model):
     tokens = mx.array(np.random.default_rng(7).integers(0, 1000, (1, 259)))
-    before = model._step.traces
+    before = model.steps.whole.traces
     traced = steps(model, tokens, traced=True, prompt=253)
     assert close(traced, steps(model, tokens, traced=False, prompt=253))
-    assert model._step.traces <= before + 2
+    assert model.steps.whole.traces <= before + 2
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -90,9 +90,9 @@ def test_a_window_of_keys_is_seen(tmp_path):
     with model_of("qwen3_moe_window", tmp_path, expert_memory="100%") as model:
         window = model.config.window
         tokens = mx.array(np.random.default_rng(3).integers(0, 64, (2, window + 6)))
-        before = model._step.traces
+        before = model.steps.whole.traces
         traced = steps(model, tokens, traced=True, prompt=window - 3)
-        assert model._step.traces > before
+        assert model.steps.whole.traces > before
         assert close(traced, steps(model, tokens, traced=False, prompt=window - 3))
 
 
@@ -100,9 +100,9 @@ def test_a_window_of_keys_is_seen(tmp_path):
 def test_rows_in_bits_are_seen(tmp_path):
     with model_of("4 bits", tmp_path, expert_memory="100%") as model:
         tokens = mx.array(np.random.default_rng(5).integers(0, 64, (2, 70)))
-        before = model._step.traces
+        before = model.steps.whole.traces
         traced = steps(model, tokens, traced=True, prompt=58)
-        assert model._step.traces > before
+        assert model.steps.whole.traces > before
         assert close(traced, steps(model, tokens, traced=False, prompt=58))
 
 
@@ -131,12 +131,12 @@ def test_a_step_that_calls_the_store_has_the_bits_of_a_traced_one(tmp_path, kind
     """So have a batch whose experts do not fit into the slots, and a model with hooks."""
     with model_of(kind, tmp_path, expert_memory="100%", dtype=dtype) as model:
         tokens = mx.array(np.random.default_rng(4).integers(0, 64, (B, 36)))
-        before = model._step.traces
+        before = model.steps.whole.traces
         traced = steps(model, tokens, traced=True, prompt=30)
-        assert (made := model._step.traces) > before
+        assert (made := model.steps.whole.traces) > before
         with model.hook(0, "before_mixer", lambda x: None):
             called = steps(model, tokens, traced=True, prompt=30)
-        assert model._step.traces == made
+        assert model.steps.whole.traces == made
         assert mx.array_equal(called, traced).item()
 
 

@@ -50,7 +50,7 @@ def test_a_closed_model_takes_no_step_from_its_traces(opened, memory):
         model.compile_steps, cache = True, model.make_cache()
         for token in range(3):
             mx.eval(model(mx.array([[token]]), cache))
-        assert model._step.traces + model._segments.traces > 0
+        assert model.steps.whole.traces + model.steps.segments.traces > 0
         model.close()
         with pytest.raises(InputError, match="closed"):
             model(mx.array([[3]]), cache)
@@ -80,7 +80,7 @@ def test_segments_give_the_same_bits_and_the_same_account(opened, options, B):
             mx.eval(logits)
             # With and without a look-ahead.
             plans = 2 if options.get("prefetch") == "auto" else 1
-            assert model._segments.traces == (plans if traced else 0)
+            assert model.steps.segments.traces == (plans if traced else 0)
             total = model.store.stats().total
             names = ("tokens", "lookups", "hits", "misses", "evictions", "bytes_read", "foreseen")
             totals.append([getattr(total, name) for name in names])
@@ -179,14 +179,14 @@ def test_what_segments_cannot_do_goes_another_way(opened):
     with opened(expert_memory="15%") as model:  # 4 slots of 32
         tokens = tokens_of(20, 2)
         a, b = (steps(model, tokens, traced=traced, prompt=5) for traced in (True, False))
-        assert model._segments.traces == 0
+        assert model.steps.segments.traces == 0
         assert mx.array_equal(a, b).item()
         model.store.events = [].append
         steps(model, tokens_of(8), traced=True, prompt=5)
-        assert model._segments.traces == 0
+        assert model.steps.segments.traces == 0
         model.store.events = None
         steps(model, tokens_of(8), traced=True, prompt=5)
-        assert model._segments.traces == 1
+        assert model.steps.segments.traces == 1
 
 
 class Sticky(SoftmaxRouter):
@@ -240,6 +240,6 @@ def test_segments_on_a_gpu(options):
         a, b = (steps(model, tokens, traced=traced, prompt=20) for traced in (True, False))
         assert mx.isfinite(a).all().item()
         assert mx.array_equal(a, b).item()
-        assert model._segments.traces >= 1
+        assert model.steps.segments.traces >= 1
     with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
         assert mx.array_equal(a, steps(model, tokens, traced=False, prompt=20)).item()

@@ -48,7 +48,7 @@ def close(a: mx.array, b: mx.array) -> bool:
 
 
 def traces_of(model) -> list[Any]:
-    return [*model._step._compiled.values(), *model._segments._plans.values()]
+    return [*model.steps.whole._compiled.values(), *model.steps.segments._plans.values()]
 
 
 # ---- Edits
@@ -380,11 +380,11 @@ def test_a_method_that_was_replaced_in_the_class_acts_and_can_be_put_back(two_la
             lambda self, x, experts, shared: combine(self, x, 0 * experts, shared),
         )
         without = logits_of(model)
-        assert not model._survey.traceable
+        assert not model.steps.traceable
         assert not close(without, plain)
         monkeypatch.undo()
         assert close(logits_of(model), plain)
-        assert model._survey.traceable
+        assert model.steps.traceable
 
 
 @pytest.mark.parametrize("family", ["qwen3.5-tiny", "deepseek-tiny"])

@@ -278,7 +278,7 @@ def test_a_hooked_model_runs_no_step_from_a_trace_and_without_hooks_it_does_agai
             return mx.concatenate(logits, axis=1)
 
         def traces() -> int:
-            return model._step.traces + model._segments.traces
+            return model.steps.whole.traces + model.steps.segments.traces
 
         plain, before = run(), traces()
         assert before > 0

@@ -240,10 +240,10 @@ def test_all_steps_are_traced(twin, budget, first, memory):
         expected, model.compile_steps = model(tokens), True
         model(tokens[:, :first], cache)
         for i in range(first, first + 9):
-            assert model._step.fits(cache)
+            assert model.steps.whole.fits(cache)
             logits = model(tokens[:, i : i + 1], cache)
             assert relative_error(logits[:, 0], expected[:, i]) <= LIMIT, i
-        assert model._step.traces + model._segments.traces == 9
+        assert model.steps.whole.traces + model.steps.segments.traces == 9
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -264,7 +264,7 @@ def test_traced_steps_of_a_batch_are_as_they_are_alone(twin):
             logits = model(tokens[:, None], merged)
             for b in range(3):
                 assert relative_error(logits[b, 0], expected[b][i]) <= LIMIT
-        assert model._step.traces == 4
+        assert model.steps.whole.traces == 4
 
 
 @pytest.mark.slow

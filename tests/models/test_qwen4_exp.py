@@ -431,9 +431,9 @@ def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
             logits = model(tokens[:, i : i + 1], state)
             assert relative_error(logits, expected[:, i : i + 1]) <= 4 * LIMIT, i
         if memory == "100%":
-            assert model._step.traces == 2  # one for tokens that see everything
+            assert model.steps.whole.traces == 2  # one for tokens that see everything
         else:
-            assert model._segments.traces == 1  # of the first segment, without attention
+            assert model.steps.segments.traces == 1  # of the first segment, without attention
         assert state[0].tokens.tolist() == [[int(t) + 1 for t in tokens[0, -2:].tolist()]]
         aligned, odd = ([e.__deepcopy__({}) for e in state] for _ in range(2))
         for padding, entries in (([4, 0], aligned), ([3, 0], odd)):
@@ -441,11 +441,13 @@ def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
             model(tokens[:, : 78 - padding[0]], short)
             pairs = zip(short, entries, strict=True)
             together = [type(one).merge([one, other]) for one, other in pairs]
-            assert model._step.fits(together) == (entries is aligned)
-            before = model._step.traces, model._segments.traces
+            assert model.steps.whole.fits(together) == (entries is aligned)
+            steps = model.steps
+            before = steps.whole.traces, steps.segments.traces
             following = mx.array([[7], [8]])
             logits = model(following, together)
-            assert (before != (model._step.traces, model._segments.traces)) == (entries is aligned)
+            after = steps.whole.traces, steps.segments.traces
+            assert (before != after) == (entries is aligned)
             for b, rows in enumerate((tokens[:, : 78 - padding[0]], tokens)):
                 alone = model(mx.concatenate([rows, following[b : b + 1]], axis=1))[0, -1]
                 assert relative_error(logits[b, 0], alone) <= 4 * LIMIT

@@ -61,7 +61,7 @@ def steps(model, tokens: mx.array, cache, start: int, stop: int) -> list[mx.arra
 
 
 def traces(model) -> int:
-    return model._step.traces + model._waiting.traces + model._segments.traces
+    return model.steps.whole.traces + model.steps.waiting.traces + model.steps.segments.traces
 
 
 def told(opened, kind: str, B: int, compiles: bool, **options):

@@ -123,11 +123,11 @@ def test_rows_in_16_bits(case, dtype):
 def test_traced_rows_have_the_bits_of_traced_steps(case, monkeypatch):
     model = model_of(case, "100%")
     monkeypatch.setattr(model, "compile_steps", True)
-    traces = model._step.traces
+    traces = model.steps.whole.traces
     for before in (TAIL, SOONER.get(case, 5)):
         compare(model, before, R=3)
     if case != "qwen4_exp_vision":  # which no trace serves
-        assert model._step.traces > traces
+        assert model.steps.whole.traces > traces
 
 
 @pytest.mark.slow

@@ -361,7 +361,7 @@ def test_a_step_is_one_trace(opened, path, pulls, monkeypatch):
                 store.reader.read(layer, e, store._layers[layer].bank.slot_views(e))
         assert all_right(found + list(results), right)
         assert store.ways == "handshake: 12 steps"
-        assert model._waiting.traces == 1
+        assert model.steps.waiting.traces == 1
 
 
 def test_blocks_with_checksums(tmp_path, path, pulls, known):

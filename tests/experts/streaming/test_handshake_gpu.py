@@ -47,7 +47,7 @@ def test_bits_and_hits(tmp_path, right, slots, eviction, reader):
         assert all_right(list(run(model)), right)
         steps = sum(count for kind, count in TURNS if kind == "steps")
         assert model.store.ways == f"handshake: {steps} steps"
-        assert model._waiting.traces, "its steps are traced"
+        assert model.steps.waiting.traces, "its steps are traced"
         replayed = simulate(Trace.open(file), model.store.slots, eviction=eviction)
         total = model.store.stats().total
         assert (total.hits, total.misses) == (replayed.total.hits, replayed.total.misses)
@@ -58,9 +58,9 @@ def test_a_trace_stands_for_all_steps_of_a_reply(right):
         results = run(model)
         for _ in range(3):
             next(results)
-        traces = model._waiting.traces
+        traces = model.steps.waiting.traces
         list(results)
-        assert model._waiting.traces == traces
+        assert model.steps.waiting.traces == traces
 
 
 def test_a_model_that_has_all_experts_needs_no_host(right):

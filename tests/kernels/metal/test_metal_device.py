@@ -149,14 +149,14 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
         # Evaluating what a trace left behind would raise.
         mx.eval(logits, [entry.state for entry in cache])
         # Traced, run for the trials, and traced again with what passed.
-        assert model._step.traces + model._segments.traces == 3
+        assert model.steps.whole.traces + model.steps.segments.traces == 3
         implementations = asked()
         # A trace for which everything is known.
         gpu.traced.clear()
-        model._step.forget()
-        model._segments.forget()
+        model.steps.whole.forget()
+        model.steps.segments.forget()
         mx.eval(model(TOKENS[:, -1:], cache))
-        assert model._step.traces + model._segments.traces == 4
+        assert model.steps.whole.traces + model.steps.segments.traces == 4
         assert asked() == implementations
     assert all(y.shape == (1, 1, model.config.vocab_size) for y in logits)
     launched = set(gpu.traced)
@@ -187,7 +187,7 @@ def test_checked_kernels_say_what_references_say(run, tmp_path):
         expected = logits_of(model)
     with load_model(directory, dtype=mx.float32, **options) as model, on_metal(tmp_path / "cache"):
         actual = logits_of(model)
-        assert model._step.traces + model._segments.traces == STEPS + 2
+        assert model.steps.whole.traces + model.steps.segments.traces == STEPS + 2
         assert asked()
     assert error(actual, expected) <= LIMIT * float(mx.abs(expected).max())
 
@@ -253,7 +253,7 @@ def test_a_cached_array_moves_only_when_it_grows(run, tmp_path, batch):
     with load_model(directory, dtype=mx.bfloat16, **options) as model, on_metal(tmp_path / "cache"):
         each_moves_only_when_it_grows(model, batch)
         # Three tokens may need more experts than there are slots, and then no trace is made.
-        assert model._step.traces + model._segments.traces > 0 or batch > 1
+        assert model.steps.whole.traces + model.steps.segments.traces > 0 or batch > 1
 
 
 @by_default()
@@ -309,7 +309,7 @@ def each_kernel_broken(run, tmp_path, only=None):
 def with_broken(model, name, cache):
     """Logits of a new process in which a kernel does not compile, the implementations that failed
     their trials, and those that the user was warned of."""
-    model.forget_steps()
+    model.steps.forget()
     trials._warned.clear()
     with on_metal(cache) as gpu, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
