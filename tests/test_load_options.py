@@ -377,8 +377,8 @@ def test_an_integer_of_numpy_is_one_of_python():
     with load_model(
         BUNDLED_MODEL, expert_threads=np.uint8(2), drafts=np.int8(1), **options
     ) as model:
-        assert model.max_context == 99
-        assert type(model.kv_bits) is int
+        assert model.states.max_context == 99
+        assert type(model.states.kv_bits) is int
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)

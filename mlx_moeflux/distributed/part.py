@@ -96,7 +96,7 @@ class Part:
                 "version of mlx": mx.__version__,  # pyright: ignore[reportAttributeAccessIssue]
                 "checkpoint": model.identity,
                 "choice of kernels": model.kernels.identity(),
-                "max_context": model.max_context,
+                "max_context": model.states.max_context,
                 "exact_prompts": exact_prompts,
                 "placement": hashlib.blake2b(rank_of, digest_size=8).hexdigest(),
                 # Samples of the trunk's weights, dtype, router and lossy options.

@@ -327,7 +327,7 @@ class BatchGenerator:
             check_integer("max_tokens", given, 1, hint=" (-1: no limit)")
         fresh = state is None
         if not fresh:
-            self.model.check_cache(state)
+            self.model.states.check(state)
         breakpoints = check_ids("breakpoints", breakpoints or (), what="position")
         state = self.model.make_cache() if fresh else copy.deepcopy(state)
         used = max(entry.size() for entry in state)

@@ -95,7 +95,7 @@ def generate_step(
         check_integer("prefill_step_size", prefill_step_size, 1)
     check_callable("prompt_progress_callback", prompt_progress_callback)
     if prompt_cache is not None:
-        model.check_cache(prompt_cache)
+        model.states.check(prompt_cache)
     loop = _Loop(
         model,
         model.make_cache() if prompt_cache is None else prompt_cache,

@@ -119,7 +119,7 @@ class Batch:
         if name not in self.names:
             raise InputError(f"sequence {name} is not in the batch; there are {self.names}.")
         i = self.names.index(name)
-        return self.model.new_state(entry.extract(i) for entry in self.entries)
+        return self.model.states.new(entry.extract(i) for entry in self.entries)
 
     def step(self, tokens: mx.array) -> mx.array:
         """Append one token to each sequence, ``[B]`` in the order of `names`; return lazy logits

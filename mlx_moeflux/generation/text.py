@@ -125,7 +125,7 @@ def stream_generate(
     else:
         cache = prompt_cache
         if cache is not None:
-            model.check_cache(cache)
+            model.states.check(cache)
         room = _room(model, cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
     read_at: list[float] = []

@@ -417,7 +417,7 @@ def _fill(
         compare_with_config(checkpoint, source.config.name_rules(), specs)
         specs = {}
     compare_with_config(stored, source.config.name_rules(), {**specs, **expert_specs(layouts)})
-    model.set_context_limit(options.max_context)
+    model.states.set_context_limit(options.max_context)
     model.runtime.wired_memory = parse_wired_memory(options.wired_memory)
     model.identity = checkpoint.identity()
     model.experts_identity = partial(experts_identity, placed.identified)

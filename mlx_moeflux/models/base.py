@@ -14,12 +14,9 @@ from typing import Any, ClassVar, cast
 import mlx.core as mx
 
 from mlx_moeflux.backend import is_lost, use_mlx
-from mlx_moeflux.cache import ENTRIES, BaseCache, SequenceState, StateSpec, check_positions
-from mlx_moeflux.cache.kv import KV_BITS, quantized
-from mlx_moeflux.cache.state.spec import DTYPE_CODES, spec_of
-from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
+from mlx_moeflux.cache import BaseCache, SequenceState, StateSpec
 from mlx_moeflux.checkpoint.tables import Shard
-from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import Plan
 from mlx_moeflux.experts.io.row_table import RowStats
 from mlx_moeflux.experts.store import ExpertStore
@@ -34,8 +31,8 @@ from mlx_moeflux.models.packed_parameters import EXPERTS, keep_views, pack, rele
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.runtime import Runtime
 from mlx_moeflux.models.state_spec import state_spec
+from mlx_moeflux.models.states import States
 from mlx_moeflux.models.steps import Steps
-from mlx_moeflux.state_arrays import EntrySpec
 
 # Tokens per mixer call; bounds the memory of attention scores and convolution windows.
 PREFILL_CHUNK = 2048
@@ -51,11 +48,13 @@ def _blocks_in(part: Any) -> Iterator[SparseMoeBlock]:
 
 
 class StreamingModel(Module):
-    """Base of the models. Owns the decode traces and, in ``runtime``, the expert store; frees them
-    in ``close``.
+    """Base of the models: parameters, edits, and what users call of a loaded model.
 
-    Subclasses set ``config`` and ``model``, and define ``layers`` and ``__call__``. Any thread may
-    call it; a generator holds ``lock`` for each step.
+    Subclasses set ``config``, ``model`` and ``steps``, and define ``layers`` and ``__call__``. Any
+    thread may call it; a generator holds ``lock`` for each step.
+
+    runtime: Store, lock, ranks, memory and observers; ``close`` frees what they hold. states: Makes
+    and checks its states. steps: The traces of decode steps.
     """
 
     config: Any
@@ -74,8 +73,8 @@ class StreamingModel(Module):
         super().__init__()
         self._router, self._kernels = router, kernels
         self.runtime = Runtime(router, lambda: self.steps.forget())
+        self.states = States(self)
         self.prefill_chunk = PREFILL_CHUNK
-        self.max_context: int | None = None
         # What it drafts with, see mlx_moeflux.generation.drafting; None: nothing.
         self.drafting: Any = None
         self.identity = ""
@@ -83,13 +82,10 @@ class StreamingModel(Module):
         self.compile_steps: bool | None = None
         self._survey: Survey | None = None
         self._state_spec: StateSpec | None = None
-        self._entry_specs: tuple[EntrySpec, ...] | None = None
         # No dict: nn.Module would take it for children.
         self._loaded: Mapping[int, SparseMoeBlock] = MappingProxyType({})
         # A closure, since nn.Module would take an attribute for a child module.
         self._prediction: Callable[[], Any] = lambda: None
-        self.kv_bits: int | None = None
-        self.kv_group_size = 64
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -105,7 +101,7 @@ class StreamingModel(Module):
     def update(self, *args, **kwargs) -> StreamingModel:
         """Update parameters as ``nn.Module.update`` does and drop all decode traces."""
         self.steps.forget()
-        self._entry_specs = None
+        self.states.forget_arrays()
         super().update(*args, **kwargs)
         release(self)
         return self
@@ -224,59 +220,17 @@ class StreamingModel(Module):
         in a forked process, so that the property raises what ``use_mlx`` does."""
         return self.runtime.lock
 
-    def set_context_limit(self, limit: int | None) -> None:
-        """Set how many tokens a sequence may have; None for the config's own limit.
-
-        Raises:
-            InputError: `limit` is not between 1 and ``max_position_embeddings``.
-        """
-        if limit is not None:
-            self.config.check_context("max_context", limit)
-        self.max_context = limit or self.config.max_position_embeddings
-
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer, as the config declares it."""
-        return self.new_state(ENTRIES[spec.kind]() for spec in self._declared())
-
-    def _declared(self) -> list[EntrySpec]:
-        """Return what the config declares of each layer's state."""
-        dtype = DTYPE_CODES[self.dtype]
-        return [self.config.state(i, dtype) for i in range(self.config.num_hidden_layers)]
-
-    def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
-        """Return `entries` as one state of this model, with keys and values in ``kv_bits`` bits if
-        set."""
-        use_mlx()
-        return SequenceState(map(self._quantized, entries), self)
-
-    def _quantized(self, entry: BaseCache) -> BaseCache:
-        if self.kv_bits is None or not entry.declared.grows or not entry.empty():
-            return entry
-        return quantized(
-            type(entry),
-            bits=self.kv_bits,
-            group_size=self.kv_group_size,
-            dtype=self.dtype,
-        )()
+        return self.states.make()
 
     def quantize_cache(self, bits: int | None, group_size: int = 64) -> None:
-        """Store keys and values of new states in 4 or 8 bits with one scale a group; None disables.
-
-        Raises:
-            InputError: Bits or group size are not supported, or a group does not divide a row.
-        """
-        if bits not in (None, *KV_BITS) or group_size not in GROUP_SIZES:
-            raise InputError(
-                f"kv_bits is {bits!r} in groups of {group_size!r}; give 4 or 8 and groups of "
-                f"{', '.join(map(str, GROUP_SIZES))}."
-            )
-        if bits is not None:
-            for spec in self._declared():
-                spec.quantized(bits, group_size)
-        self.kv_bits, self.kv_group_size = bits, group_size
+        """Store keys and values of new states, a head's too, in 4 or 8 bits; see
+        :meth:`~mlx_moeflux.models.states.States.quantize`."""
+        self.states.quantize(bits, group_size)
         if self.prediction is not None:
             self.prediction.body.quantize_cache(bits, group_size)
-        self._state_spec = self._entry_specs = None
+        self._state_spec = None
 
     def state_spec(self) -> StateSpec:
         """Return identity and shapes of this model's states, computed on first use."""
@@ -284,60 +238,15 @@ class StreamingModel(Module):
             self._state_spec = state_spec(cast("Decoder", self))
         return self._state_spec
 
-    def entry_specs(self) -> tuple[EntrySpec, ...]:
-        """Return the arrays of each entry of :meth:`make_cache` after a token.
-
-        Raises:
-            InputError: A layer was replaced, and what its state holds is not known.
-        """
-        if self._entry_specs is None:
-            for i, layer in enumerate(map(decoder_layer, self.layers)):
-                if layer is None:
-                    raise InputError(
-                        f"layer {i} was replaced by one whose state is not known; wrap it instead."
-                    )
-            specs, bits = self._declared(), self.kv_bits
-            if bits is not None:
-                specs = [spec.quantized(bits, self.kv_group_size) for spec in specs]
-            self._entry_specs = tuple(specs)
-        return self._entry_specs
-
     def state_bytes(self, positions: int) -> int:
         """Return the bytes of one sequence's state after `positions` tokens, spare rows
         included."""
-        return sum(entry.nbytes(positions) for entry in self.entry_specs())
+        return sum(entry.nbytes(positions) for entry in self.states.entry_specs())
 
     def activation_bytes(self, tokens: int) -> int:
         """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state
         allocates."""
         raise NotImplementedError
-
-    def check_cache(self, cache: Any) -> None:
-        """Raise a CacheError unless `cache` is a state that :meth:`make_cache` of this model made,
-        or one like it."""
-        remedy = "give a state of this model's make_cache()"
-        expected, layers = self.make_cache(), self.entry_specs()
-        if not isinstance(cache, (list, tuple)):
-            raise CacheError(f"the cache is a {type(cache).__name__}; {remedy}.")
-        if len(cache) != len(expected):
-            counts = f"{len(cache)} entries and this model {len(expected)} layers"
-            raise CacheError(f"the cache has {counts}; {remedy}.")
-        owner = cache.owner if isinstance(cache, SequenceState) else None
-        if owner is not None and owner.identity != self.identity:
-            raise CacheError(f"the cache is a state of another model; {remedy}.")
-        for i, (entry, own, spec) in enumerate(zip(cache, expected, layers, strict=True)):
-            if not isinstance(entry, BaseCache) or entry.declared is not own.declared:
-                what = f"a {type(entry).__name__}, this model's a {type(own).__name__}"
-                raise CacheError(f"entry {i} of the cache is {what}; {remedy}.")
-            if type(entry) is not type(own) or entry.empty():
-                continue
-            for name, array in spec_of(entry).arrays.items():
-                if array.shape[1:] != spec.arrays[name].shape[1:]:
-                    raise CacheError(
-                        f"'{name}' of entry {i} of the cache is {list(array.shape)} and this "
-                        f"model's {list(spec.arrays[name].shape)} for one sequence, rows left out "
-                        f"as 0; {remedy}."
-                    )
 
     def context_left(self, cache: Sequence[BaseCache] | None = None) -> int:
         """Return how many tokens the longest sequence of a state may still take.
@@ -345,12 +254,11 @@ class StreamingModel(Module):
         Raises:
             CacheError: The entries of `cache` have different positions.
         """
-        used = max(check_positions(cache)) if cache else 0
-        return (self.max_context or self.config.max_position_embeddings) - used
+        return self.states.context_left(cache)
 
     def bytes_per_position(self) -> int:
         """Return the bytes that each token adds to a sequence's state."""
-        return sum(entry.row_bytes for entry in self.entry_specs())
+        return sum(entry.row_bytes for entry in self.states.entry_specs())
 
     def trunk_bytes(self) -> int:
         """Return the bytes of all parameters; resident experts count once they are set."""
@@ -389,7 +297,7 @@ class StreamingModel(Module):
         """Set the head of multi-token prediction, whose experts have a store of their own; it is
         released and closed with the model."""
         self._prediction = lambda: head
-        head.body.quantize_cache(self.kv_bits, self.kv_group_size)
+        head.body.quantize_cache(self.states.kv_bits, self.states.kv_group_size)
 
     def set_store(self, store: ExpertStore) -> None:
         """Set the store that computes the experts of every MoE block."""

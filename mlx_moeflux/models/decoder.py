@@ -221,7 +221,7 @@ class DecoderModel(StreamingModel):
             for entry in cache:
                 entry.scratch = self.training
         elif not one or not isinstance(cache, list) or len(cache) != len(self.model.layers):
-            self.check_cache(cache)
+            self.states.check(cache)
         self.feed([tokens], [cache])
         logits = self.steps.run(tokens, cache)
         if logits is not None:
@@ -285,7 +285,7 @@ class DecoderModel(StreamingModel):
         if B != 1 or R > MOST_ROWS:
             raise InputError(f"rows have shape [{B}, {R}]; give [1, R] with R at most {MOST_ROWS}.")
         if not isinstance(cache, list) or len(cache) != len(self.model.layers):
-            self.check_cache(cache)
+            self.states.check(cache)
         check_rows(cache)
         with transaction(cache):
             begin_rows(cache, R)

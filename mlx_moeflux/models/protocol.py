@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.moe import Router
 from mlx_moeflux.models.runtime import Runtime
-from mlx_moeflux.state_arrays import EntrySpec
+from mlx_moeflux.models.states import States
 
 
 class HasParameters(Protocol):
@@ -31,10 +31,9 @@ class Decoder(Protocol):
     model: Any
     identity: str
     experts_identity: Callable[[], str]
-    kv_bits: int | None
-    kv_group_size: int
     compile_steps: bool | None
     runtime: Runtime
+    states: States
 
     @property
     def training(self) -> bool: ...
@@ -57,8 +56,6 @@ class Decoder(Protocol):
     def parameters(self) -> dict[str, Any]: ...
 
     def make_cache(self) -> SequenceState: ...
-
-    def entry_specs(self) -> tuple[EntrySpec, ...]: ...
 
     def embed(self, tokens: Sequence[mx.array]) -> list[mx.array]: ...
 
@@ -94,10 +91,6 @@ class LoadedModel(Decoder, Protocol):
     ) -> Generator[int | None, None, mx.array]: ...
 
     def read_rows(self, tokens: mx.array, cache: list[BaseCache]) -> mx.array: ...
-
-    def new_state(self, entries: Iterable[BaseCache]) -> SequenceState: ...
-
-    def check_cache(self, cache: Any) -> None: ...
 
     def context_left(self, cache: Sequence[BaseCache] | None = None) -> int: ...
 

@@ -24,7 +24,7 @@ def state_spec(model: Decoder) -> StateSpec:
     parameter. Reads samples of the experts."""
     parameters = sorted(named_parameters(model))
     identity = state_identity(model, parameters)
-    return StateSpec(identity, model.entry_specs(), model.config.vocab_size)
+    return StateSpec(identity, model.states.entry_specs(), model.config.vocab_size)
 
 
 def state_identity(model: Decoder, parameters: Parameters) -> str:
@@ -33,7 +33,7 @@ def state_identity(model: Decoder, parameters: Parameters) -> str:
 
     Placement of experts and memory budget are left out: they change no bit.
     """
-    router = model.router
+    router, states = model.router, model.states
     settings = {k: v for k, v in vars(router).items() if isinstance(v, (bool, int, float, str))}
     facts = [
         model.identity,
@@ -42,7 +42,7 @@ def state_identity(model: Decoder, parameters: Parameters) -> str:
         type(router).__qualname__,
         settings,
         list(model.store.stats().lossy),
-        [model.kv_bits, model.kv_group_size] if model.kv_bits else [],
+        [states.kv_bits, states.kv_group_size] if states.kv_bits else [],
         model.kernels.identity(),
     ]
     hasher = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)

@@ -129,7 +129,7 @@ def test_every_option_sees_the_whole_prompt(two_bundled_layers, directory):
         sampled = options | {"temp": 0.9, "seed": 3}
         text = generate(model, tokenizer, prompt, **sampled).text
         assert generate(model, tokenizer, prompt, prompt_cache=cache, **sampled).text == text
-        model.max_context = 5
+        model.states.max_context = 5
         with pytest.raises(CacheError, match="context of 5"):
             generate(model, tokenizer, prompt, prompt_cache=cache)
 

@@ -126,7 +126,7 @@ def test_a_state_that_was_extracted_from_a_batch_can_be_saved(hybrid, tmp_path):
         state = hybrid.make_cache()
         run(hybrid, state, tokens_of(length, seed))
         singles.append(state)
-    merged = hybrid.new_state(type(row[0]).merge(list(row)) for row in zip(*singles, strict=True))
+    merged = hybrid.states.new(type(row[0]).merge(list(row)) for row in zip(*singles, strict=True))
     with pytest.raises(CacheError, match="2 sequences; extract"):
         merged.save(tmp_path / "state")
     kept, tokens = merged.snapshot(), mx.array([[5], [6]])
@@ -182,11 +182,11 @@ def test_context_left_and_bytes_per_position(model):
     assert model.context_left() == model.context_left(state) == longest
     run(model, state, tokens_of(3))
     assert model.context_left(state) == longest - 3
-    model.set_context_limit(7)
+    model.states.set_context_limit(7)
     try:
         assert model.context_left(state) == 4
     finally:
-        model.set_context_limit(None)
+        model.states.set_context_limit(None)
     rows = sum(
         array.nbytes // array.shape[2]
         for entry in state

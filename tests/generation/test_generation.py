@@ -150,7 +150,7 @@ def test_prompts_of_every_form(pair, expected):
 
 def test_the_context_is_checked_before_the_first_token(pair):
     model, tokenizer = pair
-    model.max_context = 8
+    model.states.max_context = 8
     try:
         before = model.store.stats().total.tokens
         with pytest.raises(CacheError, match="context of 8"):
@@ -159,7 +159,7 @@ def test_the_context_is_checked_before_the_first_token(pair):
         last = generate(model, tokenizer, [1, 2, 3], max_tokens=-1, return_response=True)
         assert last.generation_tokens <= 6
     finally:
-        model.max_context = 8192
+        model.states.max_context = 8192
 
 
 def test_limits_stop_ids_and_stop_texts(pair, expected):
@@ -211,7 +211,7 @@ def test_a_cache_ends_where_mlx_lm_leaves_it(pair, expected, stops):
 
 def test_a_cache_has_a_place_for_every_token(pair):
     model, tokenizer = pair
-    model.max_context = 8
+    model.states.max_context = 8
     try:
         cache = model.make_cache()
         last = generate(
@@ -220,7 +220,7 @@ def test_a_cache_has_a_place_for_every_token(pair):
         assert last.generation_tokens <= 5
         assert {entry.offset for entry in cache} == {3 + last.generation_tokens}
     finally:
-        model.max_context = 8192
+        model.states.max_context = 8192
 
 
 def states(cache) -> list[np.ndarray]:

@@ -220,13 +220,13 @@ def test_a_state_of_another_model_is_one_line(others):
         state, plain = wide.make_cache(), wide.make_cache()
         mx.eval(wide(mx.array([[5, 6, 7]]), state))
         for cache in (state, plain):
-            refused(CacheError, "is a state of another model", lambda: model.check_cache(cache))  # noqa: B023
+            refused(CacheError, "is a state of another model", lambda: model.states.check(cache))  # noqa: B023
         message = "'keys' of entry 0 of the cache is "
         refused(CacheError, message, lambda: model(mx.array([[5, 6]]), list(state)))
         with load_model(others["same"]) as again:
             own = again.make_cache()
             mx.eval(again(mx.array([[5, 6, 7]]), own))
-            model.check_cache(own)
+            model.states.check(own)
             assert model(mx.array([[8]]), own).shape == (1, 1, model.config.vocab_size)
 
 

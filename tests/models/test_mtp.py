@@ -219,7 +219,8 @@ def test_its_state_has_as_few_bits_as_the_model_s():
         full = model.make_cache()[-1]
         assert full.declared.grows
         assert type(model.prediction.make_cache()[0]) is type(full)
-        (spec,), (*_, of_model) = model.prediction.body.entry_specs(), model.entry_specs()
+        (spec,) = model.prediction.body.states.entry_specs()
+        *_, of_model = model.states.entry_specs()
         assert spec == of_model
         first, _ = drafted(model, MODULE)
         assert LIMIT < relative_error(first, golden(MODULE)["first"]) < 0.1
