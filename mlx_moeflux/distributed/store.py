@@ -22,7 +22,8 @@ from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.experts.compute import by_pair, check_call, check_ids, from_whole_bank, indices
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, Steps, Streaming
-from mlx_moeflux.experts.streaming.store import Call, StreamedStore
+from mlx_moeflux.experts.streaming.call import Call
+from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, add_outputs

@@ -11,7 +11,7 @@ from mlx_moeflux.cli.common import stats_table
 from mlx_moeflux.experts.budget import RESERVE_BYTES, Memory
 from mlx_moeflux.experts.policies.chooser import Cost
 from mlx_moeflux.experts.policies.timed_budget import TimedBudget, Verdict
-from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.experts.streaming.budget_trial import BudgetTrial
 from mlx_moeflux.loading import BUNDLED_MODEL, kept_budget, load, load_model, steps
 from mlx_moeflux.measure.benchmark.bench import Options, _Bench
 from mlx_moeflux.measure.tune import _budgets
@@ -36,8 +36,8 @@ def little(monkeypatch, tmp_path, right):
     half, and for nothing else. Trials are short, and a smaller budget is twice as fast."""
     now = [0.0]
 
-    def clock(store):
-        now[0] += 0.010 if store.slots[0] > SMALLER else 0.005
+    def clock(trial):
+        now[0] += 0.010 if trial.timed.wanted.slots[0] > SMALLER else 0.005
         return Cost(now[0], now[0] / 2)
 
     def little(slots=2 * LARGER, backend="cpu"):
@@ -46,7 +46,7 @@ def little(monkeypatch, tmp_path, right):
         monkeypatch.setattr(steps, "measure_memory", lambda: memory)
 
     monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(StreamedStore, "_clock", clock)
+    monkeypatch.setattr(BudgetTrial, "_clock", clock)
     for name, count in (("warm_up", 2), ("settle", 2), ("stretch", 4)):
         monkeypatch.setattr(TimedBudget, name, count)
     little()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import cast
 
@@ -20,7 +20,6 @@ from mlx_moeflux.errors import (
     ShapeError,
     UnsupportedError,
 )
-from mlx_moeflux.experts.budget import format_bytes
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
     REFERENCE_MIX,
@@ -42,60 +41,28 @@ from mlx_moeflux.experts.policies.eviction import (
     is_known,
     make_eviction,
 )
-from mlx_moeflux.experts.policies.prefetch import (
-    MOST_PAIRS,
-    Prefetch,
-    Switched,
-    blocks_ahead,
-    make_prefetch,
-    merged,
-    next_layer,
-    proposed,
-)
-from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
-from mlx_moeflux.experts.policies.timed_switch import Cost, DecodeSteps, StepListener, TimedSwitch
+from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS, Prefetch, make_prefetch, next_layer
+from mlx_moeflux.experts.policies.timed_budget import TimedBudget
 from mlx_moeflux.experts.policies.wave_schedule import (
     READ_AHEAD,
-    Wave,
     WaveSchedule,
     begin_first,
     layer_to_begin,
-    run_waves,
 )
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
+from mlx_moeflux.experts.streaming.budget_trial import BudgetTrial
+from mlx_moeflux.experts.streaming.call import Call, Ids
 from mlx_moeflux.experts.streaming.handshake import Handshake
 from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
-from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resize
+from mlx_moeflux.experts.streaming.read_ahead import ReadAhead
+from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
 from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.kernels.verify.failures import lacks_memory
 
 DEFAULT_THREADS = 8
 MOST_THREADS = 256
-
-# On the device, or where the host knows them already.
-Ids = mx.array | np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call of a layer, from :meth:`StreamedStore.begin_load` to
-    :meth:`StreamedStore.release_after`.
-
-    ids, ahead: ``[N, K]``. host, request: The ids on the host, and the experts that they need; None
-    if the host need not know. missing: Experts that are being read for the call.
-    waves: The schedule of a call that needs more experts than there are slots.
-    """
-
-    state: StreamedLayer
-    ids: Ids
-    ahead: Ids | None = None
-    host: np.ndarray | None = None
-    request: ExpertRequest | None = None
-    missing: list[int] | None = None
-    waves: WaveSchedule | None = None
 
 
 class StreamedStore(ExpertStore):
@@ -153,14 +120,12 @@ class StreamedStore(ExpertStore):
         check_threads(threads)
         self.reader, self.threads = reader, threads
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
-        self._events, self.timed_budget = events, timed_budget
-        # Layer -> experts that lost their slots to the smaller budget.
-        self._left: dict[int, list[int]] = {}
-        self._decode_steps: DecodeSteps | None = None
-        self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
+        self.most_slots = self.num_experts
+        self._events, self._stats = events, ExpertStats(self.layers)
+        self._trial = BudgetTrial(timed_budget, self._stats)
         self.keep_all_ahead, self._wave_reads = keep_all_ahead, wave_reads
+        self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
         self.expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
-        self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
         self.generation = 0
         self._closed = self._released = False
@@ -213,12 +178,17 @@ class StreamedStore(ExpertStore):
         return self
 
     @property
+    def rest(self) -> StreamedStore:
+        """This store."""
+        return self
+
+    @property
     def handshake(self) -> Handshake | None:
         """The object that lends slots to kernels that wait; None if the next step may not."""
         own = self._handshake
         if own is None or own.off is not None or self.training or self._closed:
             return None
-        if self._events is not None or self._prefetch is not None or not self.direct:
+        if self._events is not None or self._ahead is not None or not self.direct:
             return None
         least = min(state.table.slots for state in self._layers.values())
         return own if least >= own.k else None
@@ -231,31 +201,21 @@ class StreamedStore(ExpertStore):
         return None if self._no_handshake is None else f"handshake: none, {self._no_handshake}"
 
     @property
-    def rest(self) -> StreamedStore:
-        """This store."""
-        return self
-
-    @property
     def events(self) -> EventHook | None:
         """The listener, or None. Setting it waits for the call of a layer that is under way."""
         return self._events
 
     @events.setter
     def events(self, listener: EventHook | None) -> None:
-        with self._own():
+        with self.exclusive(calls=False):
             self._events = listener
-            self._watch_steps()
+            self._watch()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots and of the buffers of reading threads."""
         shared = 0 if self._handshake is None else self._handshake.nbytes
         return self.bank_bytes + staging_bytes(self.reader, self.threads) + shared
-
-    @property
-    def most_slots(self) -> int:
-        """Slots that a layer may have: one for each expert."""
-        return self.num_experts
 
     @property
     def bank_bytes(self) -> int:
@@ -281,23 +241,32 @@ class StreamedStore(ExpertStore):
     @property
     def prefetch(self) -> Prefetch | None:
         """The policy of reading ahead, or None. It may be replaced between two calls."""
-        return self._prefetch
+        return self._ahead and self._ahead.policy
 
     @prefetch.setter
     def prefetch(self, policy: Prefetch | None) -> None:
-        self._prefetch = policy
-        self._switch: TimedSwitch | None = policy.switch if isinstance(policy, Switched) else None
-        self._watch_steps()
+        keep = self.keep_all_ahead
+        self._ahead = None if policy is None else ReadAhead(policy, keep_all=keep)
+        self._watch()
+
+    def _watch(self) -> None:
+        switch = None if self._ahead is None else self._ahead.switch
+        self._trial.watch(switch, heard=self._events is not None)
+
+    @property
+    def timed_budget(self) -> TimedBudget | None:
+        """The trial of a smaller budget; None: there is none, or a layer was given other slots."""
+        return self._trial.timed
 
     @property
     def looks_ahead(self) -> bool:
         """True if :meth:`experts` takes the guess of the next layer's router as ``ahead=``. It may
         change between two steps."""
-        return self._prefetch is not None and self._prefetch.looks_ahead
+        return self._ahead is not None and self._ahead.policy.looks_ahead
 
     def residents(self, layer: int) -> dict[int, int]:
         """Return expert -> slot of a layer, as it is now."""
-        with self._own():
+        with self.exclusive(calls=False):
             return dict(self._state(layer).table.slot_of)
 
     def experts(
@@ -329,31 +298,25 @@ class StreamedStore(ExpertStore):
             return y
 
     @contextmanager
-    def _own(self) -> Iterator[None]:
-        """Hold the store with the slots of all layers: what was lent is taken back."""
-        with self._lock:
-            if self._handshake is not None:
-                self._handshake.take_back()
-            yield
+    def exclusive(self, *, calls: bool = True) -> Iterator[None]:
+        """Hold the store: no other thread changes slots meanwhile, and what was lent is taken back.
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the store for a whole step: no other thread changes slots meanwhile. After an error
-        or interrupt no read is under way."""
-        # As in `_own`, whose frames each layer of a step would pay for.
+        calls: Layers are called meanwhile. So released banks are read again, and after an error or
+        interrupt no read is under way.
+        """
         with self._lock:
             if self._handshake is not None:
                 self._handshake.take_back()
-            if self._released:
+            if calls and self._released:
                 self.restore()
             try:
                 yield
             except BaseException:
-                if self._decode_steps is not None:
-                    self._decode_steps.disturb()
-                for state in self._layers.values():
-                    if state.change.open or state.early:
-                        state.recover()
+                if calls:
+                    self._trial.disturb()
+                    for state in self._layers.values():
+                        if state.change.open or state.early:
+                            state.recover()
                 raise
 
     def begin_load(
@@ -366,7 +329,8 @@ class StreamedStore(ExpertStore):
         Evaluates: the ids. Raises what :meth:`experts` does.
         """
         state = self._recovered(layer)
-        call, slots = Call(state, ids, ahead), len(state.table.expert_of)
+        call = Call(state, ids, ahead, self._events, self.training)
+        slots = len(state.table.expert_of)
         if slots < ids.shape[1]:
             raise MemoryBudgetError(
                 f"a token needs {ids.shape[1]} experts but layer {layer} has {slots} slots; "
@@ -374,9 +338,9 @@ class StreamedStore(ExpertStore):
             )
         if self._whole(state):
             return call
-        if self._decode_steps is not None:
+        if (steps := self._trial.steps) is not None:
             before = self.layers[: self.layers.index(layer)]
-            self._decode_steps.begin(ids.size, first=self._all_whole(before))
+            steps.begin(ids.size, first=self._all_whole(before))
         start, stalled = perf_counter(), state.stats.stall_seconds
         call.host, call.request = self._wait_for_ids(call, weights)
         needed = call.request.needed
@@ -388,7 +352,7 @@ class StreamedStore(ExpertStore):
                 last = early[-1].experts[-1]
                 state.look_up([e for e in needed if e <= last], (), self._events)
             else:
-                begin_first(waves, lambda wave: self._begin_wave(state, waves, wave))
+                begin_first(waves, call.begin_wave)
         else:
             state.settle(self._events)
             call.missing = missing_of(state.table, needed)
@@ -454,9 +418,9 @@ class StreamedStore(ExpertStore):
         else:
             pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, own)
             if call.waves is not None:
-                self._compute_waves(call, call.waves, pairs, total)
+                call.add_waves(pairs, total, partial(self._begin_following, state.layer))
             else:
-                self._add(state, pairs, total)
+                call.add(pairs, total)
             y = total.total
             if weights.size > FEW_PAIRS:
                 # Evaluate a long output now rather than keep it pending.
@@ -485,16 +449,18 @@ class StreamedStore(ExpertStore):
             state.change.end()
         state.stats.tokens += N
         state.tokens += N
-        prefetch, steps = self._prefetch, self._decode_steps
+        ahead, trial = self._ahead, self._trial
         short = N * K <= MOST_PAIRS and call.request is not None
-        if short and prefetch is not None and (self._switch is None or self._switch.on):
-            self._read_ahead(call, prefetch)
-        if steps is not None:
+        if short and ahead is not None and (ahead.switch is None or ahead.switch.on):
+            following = next_layer(self.layers, state.layer)
+            if following is not None:
+                ahead.begin(self._state(following), call.ahead, self._events)
+        if trial.steps is not None:
             after = self.layers[self.layers.index(state.layer) + 1 :]
             if call.request is not None and self._all_whole(after):
-                steps.end()
-        if self.timed_budget is not None and state.layer == self.layers[-1]:
-            self._follow(self.timed_budget)
+                trial.steps.end()
+        if trial.timed is not None and state.layer == self.layers[-1]:
+            trial.follow(self)
 
     def partial(self) -> tuple[int, ...]:
         """Return the layers of whose calls the host needs the ids."""
@@ -533,7 +499,7 @@ class StreamedStore(ExpertStore):
 
     def preload(self, layers: Iterable[int] | None = None) -> None:
         """Fill free slots with the experts of lowest ids; they count as reads, not as misses."""
-        with self._own():
+        with self.exclusive(calls=False):
             for layer in self.layers if layers is None else layers:
                 self._state(layer).fill(self._events)
 
@@ -541,7 +507,7 @@ class StreamedStore(ExpertStore):
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
     ) -> bool | None:
         """See :meth:`~mlx_moeflux.experts.store.Streaming.read_missing`."""
-        with self._own():
+        with self.exclusive(calls=False):
             if self._closed or layer not in self.layers:
                 return None
             state = self._state(layer)
@@ -567,32 +533,54 @@ class StreamedStore(ExpertStore):
 
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses the victims of a smaller bank."""
-        with self._own():
-            self._end_trial()
-            if self._decode_steps is not None:
-                self._decode_steps.disturb()
+        with self.exclusive(calls=False):
+            self._trial.end()
             self._forget_measured()
-            # A bank that is released stays so.
-            self._recovered(layer).resize(self._checked(layer, slots), self._events)
-            if self._events is not None:
-                self._events(Resize(layer, self.slots[layer]))
+            self._resize(layer, slots)
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
-        """Give every layer its number of slots. Memory exceeds the larger of before and after by at
-        most one layer's bank."""
-        with self._own():
-            self._end_trial()
-            changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
+        """Give every layer its number of slots. Memory exceeds neither what it was nor what it
+        becomes: one bank is freed before the others are copied, and read again after them. That
+        counts as reads, not as misses; a block that cannot be read is left to the call that needs
+        it."""
+        with self.exclusive(calls=False):
+            self._trial.end()
+            before, blocks, rests = self.slots, self.block_bytes, self._released
+            after = {layer: self._checked(layer, slots) for layer in before}
+            changes = {layer: n - before[layer] for layer, n in after.items() if n != before[layer]}
+            if not changes:
+                return
+            self._forget_measured()
+            # No other layer has a smaller one of its old and its new bank that is larger.
+            freed = max(before, key=lambda i: min(before[i], after[i]) * blocks[i])
+            for state in map(self._recovered, (freed, *changes)):
+                state.settle(self._events)
+                # An output of another thread keeps its arrays.
+                if not state.read_elsewhere():
+                    state.fence()
+            if not rests:
+                # Until the end an interrupt leaves the freed bank to the next call.
+                self._released = True
+                self._layers[freed].release(self._events)
             for layer in sorted(changes, key=changes.__getitem__):  # smaller banks first
-                if changes[layer]:
-                    self.resize(layer, slots[layer])
-                    # Memory that MLX keeps of the old bank would count twice.
-                    mx.clear_cache()
+                # Memory that MLX keeps of an old bank would count twice.
+                mx.clear_cache()
+                self._resize(layer, slots)
+            mx.clear_cache()
+            if not rests:
+                with suppress(ExpertFileError):
+                    self.restore()
+
+    def _resize(self, layer: int, slots: int | Mapping[int, int]) -> None:
+        # A bank that is released stays so.
+        self._recovered(layer).resize(self._checked(layer, slots), self._events)
+        if self._events is not None:
+            self._events(Resize(layer, self.slots[layer]))
 
     def release(self) -> None:
         """See :meth:`~mlx_moeflux.experts.store.Rest.release`. The same experts are read into the
         same slots; they count as reads, not as misses."""
-        with self._own():
+        with self.exclusive(calls=False):
             if self._closed:
                 return
             self.generation += 1
@@ -605,14 +593,14 @@ class StreamedStore(ExpertStore):
         """See :meth:`~mlx_moeflux.experts.store.Rest.restore`."""
         if not self._released:
             return
-        with self._own():
+        with self.exclusive(calls=False):
             for layer in self.layers:
                 self._recovered(layer).restore()
             self._released = False
 
     def close(self) -> None:
         """Wait for reads; free banks, files and threads. A second call does nothing."""
-        with self._own():
+        with self.exclusive(calls=False):
             if self._closed:
                 return
             self._closed = True
@@ -660,82 +648,10 @@ class StreamedStore(ExpertStore):
         """Return True if the host need not know the ids of any call of these layers."""
         return all(self._whole(self._layers[layer]) for layer in layers)
 
-    def _clock(self) -> Cost:
-        """Return the time, and the time waited for reads."""
-        layers = self._stats.layers.values()
-        return Cost(perf_counter(), sum(stats.stall_seconds for stats in layers))
-
     def _forget_measured(self) -> None:
         """Note that numbers of slots change: traces and costs of earlier steps hold no more."""
         self.generation += 1
-        if self._switch is not None:
-            self._switch.reset()
-
-    def _watch_steps(self) -> None:
-        """Choose who gets what decode steps cost: the trial of a budget, and after it the switch
-        of the prefetcher. Each would disturb the other, and a listener of events the trial."""
-        trial, pairs = self.timed_budget, MOST_PAIRS
-        listener: StepListener | None = self._switch
-        if trial is not None and not trial.over and self._events is None:
-            listener, pairs = trial, trial.pairs
-        steps = self._decode_steps
-        if listener is (None if steps is None else steps.listener):
-            return
-        if steps is not None:
-            steps.disturb()
-        self._decode_steps = None if listener is None else DecodeSteps(listener, self._clock, pairs)
-
-    def _end_trial(self) -> None:
-        """Keep the slots that somebody gives from now on."""
-        self.timed_budget = None
-        self._watch_steps()
-
-    def _follow(self, trial: TimedBudget) -> None:
-        """Give the layers the slots that a trial wants, between two steps: not while there is a
-        listener, or a pending output that this thread cannot wait for. If there is no memory for
-        them, the present budget stays."""
-        self._watch_steps()
-        states, wanted = self._layers.values(), trial.wanted
-        if wanted.slots == self.slots or self._events is not None:
-            return
-        if any(state.read_elsewhere() for state in states):
-            return
-        try:
-            self._turn(wanted)
-        except (RuntimeError, MemoryError) as error:
-            if not lacks_memory(error):
-                raise
-            present = trial.larger if wanted is trial.smaller else trial.smaller
-            trial.end(f"no memory was left for {format_bytes(wanted.nbytes)}", present)
-            self._turn(present)
-
-    def _turn(self, budget: Budget) -> None:
-        """Give every layer the slots of `budget`. Memory exceeds neither what it was nor what it
-        becomes: the largest bank is freed before the others are copied, and read again after them.
-        A larger budget reads what a smaller one left. Blocks that cannot be read are left to the
-        call that needs them.
-        """
-        held = {layer: list(state.table.slot_of) for layer, state in self._layers.items()}
-        for state in map(self._recovered, self.layers):
-            state.settle(None)
-            state.fence()
-        self._forget_measured()
-        # Until the end an interrupt leaves the freed bank to the next call.
-        self._released = True
-        largest = max(self._layers.values(), key=lambda state: state.bank.nbytes)
-        largest.release(None)
-        for layer, state in self._layers.items():
-            mx.clear_cache()
-            state.resize(budget.slots[layer], None)
-        mx.clear_cache()
-        with suppress(ExpertFileError):
-            self.restore()
-            for layer, state in self._layers.items():
-                left = missing_of(state.table, self._left.get(layer, ()))
-                state.read_now(left[: state.table.free], (), None)
-        self._left = {
-            layer: missing_of(state.table, held[layer]) for layer, state in self._layers.items()
-        }
+        self._trial.forget()
 
     def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
@@ -756,89 +672,19 @@ class StreamedStore(ExpertStore):
         if events is not None:
             events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         request = ExpertRequest.of(host, self.num_experts, state.tokens)
-        if self._prefetch is not None:
-            self._enter_ahead(state, request, self._prefetch)
+        if self._ahead is not None:
+            self._ahead.enter(state, request, events)
         self.eviction.touch(state.layer, request.experts, request.last, request.uses)
         return host, request
 
-    def _enter_ahead(
-        self, state: StreamedLayer, request: ExpertRequest, prefetch: Prefetch
-    ) -> None:
-        """Enter prefetched blocks and notify the prefetcher of the request."""
-        if proposal := state.proposal:
-            needed = frozenset(request.needed)
-            state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self._events)
-            state.count(proposed=len(proposal), foreseen=len(proposal & needed))
-            state.proposal = frozenset()
-        prefetch.requested(state.layer, request.experts, request.last)
-
-    def _begin_wave(self, state: StreamedLayer, waves: WaveSchedule, wave: Wave) -> None:
-        state.look_up(wave.experts, wave.missing, self._events)
-        state.begin_reads(wave.missing, waves.protected, self._events)
-
-    def _add(self, state: StreamedLayer, pairs: Pairs, total: ExpertSum) -> None:
-        """Add the outputs of `pairs`, whose experts are in slots."""
-        bank, slot_of = state.bank.current.experts, state.table.slots_by_expert
-        if self.training and len(pairs):
-            # Gradients read the experts after other ones have been read into their slots.
-            experts = np.unique(pairs.expert)
-            bank = bank.take(mx.array(slot_of[experts].astype(np.uint32)))
-            mx.eval(bank.flat)
-            slot_of = np.zeros_like(slot_of)
-            slot_of[experts] = np.arange(len(experts))
-        total.add(pairs, slot_of, bank)
-
-    def _compute_waves(
-        self, call: Call, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
-    ) -> None:
-        """Add waves to `total` in ascending id and read the next one meanwhile. Evaluate each, so
-        that its slots can be read into."""
-        state, events = call.state, self._events
-        assert call.request is not None, "the host knows the ids of calls in waves"
-        needed = frozenset(call.request.needed)
-
-        def begin(wave: Wave) -> None:
-            self._begin_wave(state, waves, wave)
-
-        def finish() -> None:
-            if state.early:
-                state.finish_early(needed, events)
-            else:
-                state.finish(events)
-
-        def compute(wave: Wave) -> None:
-            part = pairs.between(wave.experts[0], wave.experts[-1])
-            if len(part):
-                self._add(state, part, total)
-                total.evaluate()
-
-        def begin_following() -> None:
-            layer = layer_to_begin(self.layers, state.layer, len(needed), self.num_experts)
-            if layer is None or len(needed) <= self._layers[layer].table.slots:
-                return
-            following = self._state(layer)
-            if not following.reading_ahead:
-                following.begin_early(self._wave_reads, events)
-
-        run_waves(waves, begin, finish, compute, begin_following)
-
-    def _read_ahead(self, call: Call, prefetch: Prefetch) -> None:
-        """Begin to prefetch experts of the layer after that of `call`."""
-        rows = () if call.ahead is None else np.array(call.ahead).tolist()
-        guess = merged(rows, self.num_experts)
-        following = next_layer(self.layers, call.state.layer)
-        if following is None:
+    def _begin_following(self, layer: int, needed: int) -> None:
+        """Begin the first waves of the layer after `layer`, whose call needs `needed` experts."""
+        following = layer_to_begin(self.layers, layer, needed, self.num_experts)
+        if following is None or needed <= self._layers[following].table.slots:
             return
-        if self._events is not None and (guess or self._switch is not None):
-            self._events(Guess(following, guess))
         state = self._state(following)
-        if state.reading_ahead:
-            return
-        proposal = proposed(prefetch, following, guess, self.num_experts)
-        state.proposal = frozenset(proposal)
-        blocks = blocks_ahead(prefetch, proposal, state.table, state.table.slots)
-        if blocks:
-            state.read_ahead(blocks, state.proposal, self._events)
+        if not state.reading_ahead:
+            state.begin_early(self._wave_reads, self._events)
 
 
 def check_threads(threads: int) -> None:

@@ -16,7 +16,7 @@ from mlx_moeflux.experts.policies.prefetch import AutoLookAhead
 from mlx_moeflux.experts.policies.timed_budget import Budget, TimedBudget
 from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
 from mlx_moeflux.experts.streaming.bank import LayerBank
-from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.experts.streaming.budget_trial import BudgetTrial
 from tests.experts.helpers import LAYERS, K, all_is_well, bank_is_right, random_call, same_bits
 
 LARGER, SMALLER = {3: 6, 5: 5}, {3: 3, 5: 3}
@@ -38,18 +38,19 @@ def timed_store(wrapped, experts, monkeypatch):
     def timed_store(smaller=0.5, before=lambda *_: None, **options):
         now = [0.0]
 
-        def clock(store):
+        def clock(trial):
             now[0] += 1.0 if store.slots == LARGER else smaller if store.slots == SMALLER else 9.0
             return Cost(now[0], now[0] / 2)
 
-        monkeypatch.setattr(StreamedStore, "_clock", clock)
+        monkeypatch.setattr(BudgetTrial, "_clock", clock)
         sizes = {layer: layout.nbytes for layer, layout in experts.layouts.items()}
         larger, less = (
             Budget(slots, sum(n * sizes[layer] for layer, n in slots.items()))
             for slots in (LARGER, SMALLER)
         )
         trial = TimedBudget(larger, less, pairs=K)
-        return wrapped(before, slots=LARGER, timed_budget=trial, **options)
+        store = wrapped(before, slots=LARGER, timed_budget=trial, **options)
+        return store
 
     return timed_store
 
@@ -312,7 +313,7 @@ def test_interrupted_at_every_line_of_a_turn(timed_store, experts):
 
     store, lines, finished = timed_store(), 0, 0
     trial = store.timed_budget
-    store.timed_budget = trial = AsSet(trial.larger, trial.smaller, pairs=K)
+    store._trial.timed = trial = AsSet(trial.larger, trial.smaller, pairs=K)
     held = store.experts(5, *random_call(1, seed=99))
     while finished < 2:
         lines += 3

@@ -12,6 +12,7 @@ from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts import compute
 from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.experts.streaming import store as store_module
+from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.streaming.warm_up import warm_up
 from tests.experts.conftest import BOTH_READ
@@ -21,6 +22,7 @@ from tests.experts.helpers import (
     C,
     E,
     K,
+    all_is_well,
     bank_is_right,
     random_call,
     random_experts,
@@ -372,3 +374,28 @@ def test_reading_is_a_stall_in_a_thread_and_in_the_caller(wrapped, small_blocks)
     elapsed, total = time.perf_counter() - start, store.stats().total
     assert total.stall_seconds >= 0.015
     assert total.stall_seconds + total.compute_seconds <= elapsed, "the stall was counted twice"
+
+
+@pytest.mark.parametrize("after", [{3: 3, 5: 3}, {3: 7, 5: 6}, {3: 7, 5: 3}, {3: 3, 5: 7}])
+def test_memory_of_all_banks_exceeds_neither_before_nor_after(
+    open_store, experts, monkeypatch, after
+):
+    store, allocate, found = open_store({3: 5, 5: 5}), LayerBank._allocate, []
+
+    def watched(bank, slots):
+        found.append(store.bank_bytes + slots * bank.layout.nbytes)
+        return allocate(bank, slots)
+
+    store.preload()
+    held, before = {layer: set(store.residents(layer)) for layer in LAYERS}, store.bank_bytes
+    monkeypatch.setattr(LayerBank, "_allocate", watched)
+    store.resize_all(after)
+    assert store.slots == after
+    assert len(found) == len(LAYERS)
+    assert max(found) <= max(before, store.bank_bytes)
+    for layer in LAYERS:
+        now = set(store.residents(layer))
+        assert len(now) == min(len(held[layer]), after[layer])
+        assert now <= held[layer]
+    assert store.generation == 1
+    all_is_well(store, experts)
