@@ -1,5 +1,7 @@
 """Exactness holds bit for bit on the CPU, where every test but those marked ``gpu`` runs."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
@@ -51,11 +53,14 @@ def open_store(experts):
     """A function that opens a store over `experts`; all are closed at the end."""
     stores = []
 
-    def open_store(slots=K, reader="pread", **options):
+    def open_store(slots=K, reader="pread", *, wave_reads=None, scratch_bytes=None, **options):
         if isinstance(reader, str):
             reader = make_reader(reader, experts.refs)
-        stores.append(StreamedStore(reader, slots, **options))
-        return stores[-1]
+        store = StreamedStore(reader, slots, **options)
+        stores.append(store)
+        store.wave_reads = wave_reads or store.wave_reads
+        store.expert_compute = replace(store.expert_compute, scratch_bytes=scratch_bytes)
+        return store
 
     yield open_store
     for store in stores:

@@ -243,7 +243,7 @@ def all_is_well(store, experts):
     """The tables agree with each other and the bank, and every call is right."""
     for state in store._layers.values():
         assert not state.change.open
-        state.settle(None)
+        state.settle()
         assert state.table.free + len(state.table) == state.table.slots
     assert bank_is_right(store, experts)
     resident = experts.resident()

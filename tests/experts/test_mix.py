@@ -72,7 +72,8 @@ def test_close_to_the_reference(tmp_path, specs, n):
     experts = write_experts(tmp_path, random_experts(specs), "packed")
     call = random_call(n, padding=n // 6)
     expected = np.array(experts.resident().experts(3, *call))
-    with StreamedStore(make_reader("pread", experts.refs), 4, **FUSED) as store:
+    with StreamedStore(make_reader("pread", experts.refs), 4) as store:
+        store.expert_compute = ExpertCompute(**FUSED)
         for _ in range(2):
             y = np.array(store.experts(3, *call))
             assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -12,7 +12,6 @@ from mlx_moeflux.experts.compute import ExpertSum, Pairs
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
 from mlx_moeflux.experts.streaming.layer import StreamedLayer
-from mlx_moeflux.experts.telemetry.events import EventHook
 
 # On the device, or where the host knows them already.
 Ids = mx.array | np.ndarray
@@ -23,16 +22,15 @@ class Call:
     """A call of a layer, from :meth:`StreamedStore.begin_load` to
     :meth:`StreamedStore.release_after`.
 
-    ids, ahead: ``[N, K]``. events: The listener, or None. training: Whether gradients are taken.
-    host, request: The ids on the host, and the experts that they need; None if the host need not
-    know. missing: Experts that are being read for the call. waves: The schedule of a call that
-    needs more experts than there are slots.
+    ids, ahead: ``[N, K]``. training: Whether gradients are taken. host, request: The ids on the
+    host, and the experts that they need; None if the host need not know. missing: Experts that are
+    being read for the call. waves: The schedule of a call that needs more experts than there are
+    slots.
     """
 
     state: StreamedLayer
     ids: Ids
     ahead: Ids | None
-    events: EventHook | None
     training: bool
     host: np.ndarray | None = None
     request: ExpertRequest | None = None
@@ -42,8 +40,8 @@ class Call:
     def begin_wave(self, wave: Wave) -> None:
         """Begin to read the missing experts of `wave`, in place of those that no wave needs."""
         assert self.waves is not None, "this call has no waves"
-        self.state.look_up(wave.experts, wave.missing, self.events)
-        self.state.begin_reads(wave.missing, self.waves.protected, self.events)
+        self.state.look_up(wave.experts, wave.missing)
+        self.state.begin_reads(wave.missing, self.waves.protected)
 
     def add(self, pairs: Pairs, total: ExpertSum) -> None:
         """Add the outputs of `pairs`, whose experts are in slots."""
@@ -68,9 +66,9 @@ class Call:
 
         def finish() -> None:
             if state.early:
-                state.finish_early(needed, self.events)
+                state.finish_early(needed)
             else:
-                state.finish(self.events)
+                state.finish()
 
         def compute(wave: Wave) -> None:
             part = pairs.between(wave.experts[0], wave.experts[-1])

@@ -140,7 +140,7 @@ class Handshake:
         for layer, state in self._states.items():
             if state.change.open:
                 state.recover()
-            state.settle(None)
+            state.settle()
             state.fence()
             if state.table.complete:
                 continue

@@ -33,6 +33,7 @@ from mlx_moeflux.experts.telemetry.events import (
     PrefetchStart,
     ReadEnd,
     ReadStart,
+    Resize,
 )
 from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT
@@ -93,7 +94,8 @@ class Change:
 
 
 class StreamedLayer:
-    """The slots of one layer. Methods run in the caller's thread, reads in threads of the pool."""
+    """The slots of one layer. Methods run in the caller's thread, reads in threads of the pool.
+    events: The store's listener, or None."""
 
     def __init__(
         self,
@@ -104,8 +106,9 @@ class StreamedLayer:
         pool: BlockPool,
         policy: Eviction,
         stats: LayerStats,
+        events: EventHook | None,
     ):
-        self.layer, self.bank = layer, bank
+        self.layer, self.bank, self.events = layer, bank, events
         self.table = SlotTable(bank.slots, num_experts)
         self.tokens = 0
         self.change = Change()
@@ -177,9 +180,7 @@ class StreamedLayer:
             for reading in self._readers_of_bank
         ]
 
-    def look_up(
-        self, needed: Collection[int], missing: Collection[int], events: EventHook | None
-    ) -> None:
+    def look_up(self, needed: Collection[int], missing: Collection[int]) -> None:
         """Count every needed expert, ascending, and report it as hit or miss."""
         used = self._fresh.intersection(needed) if self._fresh else frozenset()
         self.count(
@@ -189,7 +190,7 @@ class StreamedLayer:
             prefetched_hits=len(used),
         )
         self._fresh -= used
-        if events is not None:
+        if (events := self.events) is not None:
             absent = frozenset(missing)
             for expert in needed:
                 if expert in absent:
@@ -197,9 +198,7 @@ class StreamedLayer:
                 else:
                     events(Hit(self.layer, expert, expert in used))
 
-    def make_room(
-        self, count: int, protected: Container[int], events: EventHook | None
-    ) -> list[int]:
+    def make_room(self, count: int, protected: Container[int]) -> list[int]:
         """Take `count` slots; the policy chooses victims outside `protected`.
 
         The caller makes sure that there are enough. Every slot that is written is taken here, so
@@ -218,38 +217,27 @@ class StreamedLayer:
                 protected=protected,
             )
             for expert in victims:
-                self.evict(expert, events)
+                self.evict(expert)
         return [self.table.take() for _ in range(count)]
 
-    def evict(self, expert: int, events: EventHook | None) -> None:
+    def evict(self, expert: int) -> None:
         """Evict `expert` from its slot, in a change."""
         self._device_table = None
         slot = self.table.remove(expert)
         self._fresh.discard(expert)
         self._policy.evict(self.layer, expert)
         self.stats.evictions += 1
-        if events is not None:
-            events(Evict(self.layer, expert, slot))
+        if self.events is not None:
+            self.events(Evict(self.layer, expert, slot))
 
-    def begin_reads(
-        self,
-        experts: Sequence[int],
-        protected: Container[int],
-        events: EventHook | None,
-    ) -> None:
+    def begin_reads(self, experts: Sequence[int], protected: Container[int]) -> None:
         """Begin to read `experts`, which are absent, in place of others than `protected`."""
-        slots = self.make_room(len(experts), protected, events)
-        self.start(experts, slots, events)
+        self.start(experts, self.make_room(len(experts), protected))
 
-    def start(
-        self,
-        experts: Sequence[int],
-        slots: Sequence[int],
-        events: EventHook | None,
-    ) -> None:
+    def start(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Begin to read `experts` into `slots`, which were taken; :meth:`finish` waits for them."""
         blocks = list(zip(experts, slots, strict=True))
-        if events is not None:
+        if (events := self.events) is not None:
             for block in blocks:
                 events(ReadStart(self.layer, *block))
         # Entered before the first read begins, so that recover() finds it.
@@ -261,30 +249,19 @@ class StreamedLayer:
         if fetch.in_caller:
             self.stats.stall_seconds += perf_counter() - start
 
-    def fill(self, events: EventHook | None) -> None:
-        """Read the experts of lowest ids into free slots."""
-        self.settle(events)
-        absent = missing_of(self.table, range(self.table.num_experts))[: self.table.free]
-        self.read_now(absent, (), events)
-
-    def read_now(
-        self,
-        experts: Sequence[int],
-        protected: Container[int],
-        events: EventHook | None,
-    ) -> None:
+    def read_now(self, experts: Sequence[int], protected: Container[int]) -> None:
         """Read `experts`, which are absent, in place of others than `protected`."""
         if not experts:
             return
         try:
             with self.change:
-                self.begin_reads(experts, protected, events)
-                self.finish(events)
+                self.begin_reads(experts, protected)
+                self.finish()
         except BaseException:
             self.recover()
             raise
 
-    def finish(self, events: EventHook | None) -> None:
+    def finish(self) -> None:
         """Wait for the oldest batch of :meth:`start` and enter the blocks that arrived.
 
         Raises:
@@ -297,7 +274,7 @@ class StreamedLayer:
         self.stats.stall_seconds += perf_counter() - start
         arrivals = fetch.arrivals()
         self._enter(arrivals)
-        if events is not None:
+        if (events := self.events) is not None:
             for arrival in arrivals:
                 events(ReadEnd(self.layer, *arrival))
         if error is not None:
@@ -309,7 +286,7 @@ class StreamedLayer:
         """The waves of the next call that have begun, the oldest first."""
         return [wave for wave, _ in self._early]
 
-    def begin_early(self, wave_reads: int, events: EventHook | None) -> None:
+    def begin_early(self, wave_reads: int) -> None:
         """Begin the first waves of the next call, as if it needed every expert.
 
         wave_reads: Blocks that a wave reads at most.
@@ -317,9 +294,9 @@ class StreamedLayer:
         waves = WaveSchedule(self.table, range(self.table.num_experts), wave_reads)
 
         def begin(wave: Wave) -> None:
-            slots = self.make_room(len(wave.missing), waves.protected, events)
+            slots = self.make_room(len(wave.missing), waves.protected)
             blocks = list(zip(wave.missing, slots, strict=True))
-            if events is not None:
+            if (events := self.events) is not None:
                 for block in blocks:
                     events(PrefetchStart(self.layer, *block))
             fetch = self._pool.fetch(self.layer, self.bank.current, blocks)
@@ -331,13 +308,13 @@ class StreamedLayer:
         with self.change:
             begin_early(waves, begin)
 
-    def finish_early(self, needed: Container[int], events: EventHook | None) -> None:
+    def finish_early(self, needed: Container[int]) -> None:
         """Wait for the oldest wave of :meth:`begin_early` and enter its blocks, in a change.
 
         Raises:
             ExpertFileError: A read of an expert that is `needed` failed; others are dropped.
         """
-        start, (_, fetch) = perf_counter(), self._early[0]
+        start, (_, fetch), events = perf_counter(), self._early[0], self.events
         error = fetch.wait()
         self.stats.stall_seconds += perf_counter() - start
         arrivals = fetch.arrivals()
@@ -357,14 +334,14 @@ class StreamedLayer:
                     events(PrefetchDrop(self.layer, expert, slot))
         self._early.popleft()
 
-    def settle(self, events: EventHook | None) -> None:
+    def settle(self) -> None:
         """Wait for everything that is read before its call, and enter it."""
         if self._early:
             with self.change:
                 while self._early:
-                    self.finish_early((), events)
+                    self.finish_early(())
         if self._ahead:
-            self.commit_prefetch((), wait=True, events=events)
+            self.commit_prefetch((), wait=True)
 
     def take_table(self, expert_of: list[int]) -> None:
         """Take the experts of all slots, ``EMPTY`` for none, from who changed them."""
@@ -402,25 +379,18 @@ class StreamedLayer:
             read_seconds=sum(arrival.seconds for arrival in arrivals),
         )
 
-    def read_ahead(
-        self,
-        experts: Sequence[int],
-        protected: Container[int],
-        events: EventHook | None,
-    ) -> None:
+    def read_ahead(self, experts: Sequence[int], protected: Container[int]) -> None:
         """Begin to prefetch `experts`, which are absent."""
         with self.change:
-            slots = self.make_room(len(experts), protected, events)
+            slots = self.make_room(len(experts), protected)
             for expert, slot in zip(experts, slots, strict=True):
-                if events is not None:
-                    events(PrefetchStart(self.layer, expert, slot))
+                if self.events is not None:
+                    self.events(PrefetchStart(self.layer, expert, slot))
                 fetch = self._pool.fetch(self.layer, self.bank.current, [(expert, slot)])
                 self._ahead.append(fetch)
                 fetch.start()
 
-    def commit_prefetch(
-        self, needed: Container[int], *, wait: bool, events: EventHook | None
-    ) -> None:
+    def commit_prefetch(self, needed: Container[int], *, wait: bool) -> None:
         """Enter the prefetched blocks.
 
         wait: Wait for all of them. Otherwise reads that are not `needed` and have not begun are
@@ -428,6 +398,7 @@ class StreamedLayer:
         """
         if not self._ahead:
             return
+        events = self.events
         with self.change:
             start = perf_counter()
             unwanted = [] if wait else [f for f in self._ahead if f.blocks[0][0] not in needed]
@@ -481,10 +452,10 @@ class StreamedLayer:
         self.table.rebuild()
         self.change.end()
 
-    def resize(self, slots: int, events: EventHook | None) -> None:
+    def resize(self, slots: int) -> None:
         """Change the number of slots; the policy chooses the victims of a smaller bank. After
         :meth:`release` there is no bank until :meth:`restore`."""
-        self.settle(events)
+        self.settle()
         excess = len(self.table) - slots
         with self.change:
             if excess > 0:
@@ -492,7 +463,7 @@ class StreamedLayer:
                 for expert in choose_victims(
                     self._policy, self.layer, excess, resident=resident, protected=()
                 ):
-                    self.evict(expert, events)
+                    self.evict(expert)
             self._device_table = None
             try:
                 moves = self.table.resize(slots)
@@ -504,10 +475,12 @@ class StreamedLayer:
                 raise
             # Pending outputs keep the old arrays, which no one writes again.
             self._readers_of_bank.clear()
+        if self.events is not None:
+            self.events(Resize(self.layer, slots))
 
-    def release(self, events: EventHook | None) -> None:
+    def release(self) -> None:
         """Free the bank; the table keeps what :meth:`restore` reads again."""
-        self.settle(events)
+        self.settle()
         # Pending outputs keep the arrays, which no one writes again.
         self._readers_of_bank.clear()
         self.bank.close()

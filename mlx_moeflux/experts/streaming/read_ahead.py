@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
@@ -14,8 +13,9 @@ from mlx_moeflux.experts.policies.prefetch import (
     proposed,
 )
 from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
+from mlx_moeflux.experts.streaming.call import Ids
 from mlx_moeflux.experts.streaming.layer import StreamedLayer
-from mlx_moeflux.experts.telemetry.events import EventHook, Guess
+from mlx_moeflux.experts.telemetry.events import Guess
 
 
 class ReadAhead:
@@ -29,32 +29,27 @@ class ReadAhead:
         self.policy, self.keep_all = policy, keep_all
         self.switch: TimedSwitch | None = policy.switch if isinstance(policy, Switched) else None
 
-    def enter(self, state: StreamedLayer, request: ExpertRequest, events: EventHook | None) -> None:
+    def enter(self, state: StreamedLayer, request: ExpertRequest) -> None:
         """Enter the blocks that were read before this call, and notify the prefetcher of it."""
         if proposal := state.proposal:
             needed = frozenset(request.needed)
-            state.commit_prefetch(needed, wait=self.keep_all, events=events)
+            state.commit_prefetch(needed, wait=self.keep_all)
             state.count(proposed=len(proposal), foreseen=len(proposal & needed))
             state.proposal = frozenset()
         self.policy.requested(state.layer, request.experts, request.last)
 
-    def begin(
-        self,
-        following: StreamedLayer,
-        ahead: mx.array | np.ndarray | None,
-        events: EventHook | None,
-    ) -> None:
+    def begin(self, following: StreamedLayer, ahead: Ids | None) -> None:
         """Begin to read experts of `following`, the layer after that of a call. ahead: The guess
         ``[N, K]`` of its router, if any."""
         layer, table = following.layer, following.table
         rows = () if ahead is None else np.array(ahead).tolist()
         guess = merged(rows, table.num_experts)
-        if events is not None and (guess or self.switch is not None):
-            events(Guess(layer, guess))
+        if following.events is not None and (guess or self.switch is not None):
+            following.events(Guess(layer, guess))
         if following.reading_ahead:
             return
         proposal = proposed(self.policy, layer, guess, table.num_experts)
         following.proposal = frozenset(proposal)
         blocks = blocks_ahead(self.policy, proposal, table, table.slots)
         if blocks:
-            following.read_ahead(blocks, following.proposal, events)
+            following.read_ahead(blocks, following.proposal)

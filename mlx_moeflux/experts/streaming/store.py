@@ -56,7 +56,7 @@ from mlx_moeflux.experts.streaming.call import Call, Ids
 from mlx_moeflux.experts.streaming.handshake import Handshake
 from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.streaming.read_ahead import ReadAhead
-from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Resize
+from mlx_moeflux.experts.telemetry.events import Chosen, EventHook
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
 from mlx_moeflux.kernels.runtime import device
@@ -75,13 +75,11 @@ class StreamedStore(ExpertStore):
     every prefetched block when its layer is called, so that hits do not depend on time; otherwise
     blocks that are not needed and not begun are dropped. threads: Number of reading threads, for
     each copy of the experts. events: Listener, see :mod:`mlx_moeflux.experts.telemetry.events`, or
-    None; may be replaced at any time. mix: The operation that computes experts. scratch_bytes:
-    Bytes that one step of a long call may allocate besides its result; None: chosen by the device.
-    activation: Of the experts. wave_reads: Blocks that a wave of a long call reads at most.
-    timed_budget: The trial of a smaller budget, or None; `slots` are those that it wants now, and
-    fewer than experts in every layer. :meth:`resize` ends it. handshake: A kernel that waits for
-    experts in decode steps of one sequence, see :mod:`~mlx_moeflux.experts.streaming.handshake`;
-    or, as a phrase, why there is none.
+    None; may be replaced at any time. mix: The operation that computes experts. activation: Of the
+    experts. timed_budget: The trial of a smaller budget, or None; `slots` are those that it wants
+    now, and fewer than experts in every layer. :meth:`resize` ends it. handshake: A kernel that
+    waits for experts in decode steps of one sequence, see
+    :mod:`~mlx_moeflux.experts.streaming.handshake`; or, as a phrase, why there is none.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -99,6 +97,8 @@ class StreamedStore(ExpertStore):
     """
 
     exchange: None = None
+    # Blocks that a wave of a long call reads at most.
+    wave_reads = READ_AHEAD
 
     def __init__(
         self,
@@ -111,9 +111,7 @@ class StreamedStore(ExpertStore):
         threads: int = DEFAULT_THREADS,
         events: EventHook | None = None,
         mix: ExpertMix = REFERENCE_MIX,
-        scratch_bytes: int | None = None,
         activation: Activation = swiglu,
-        wave_reads: int = READ_AHEAD,
         timed_budget: TimedBudget | None = None,
         handshake: device.Pull | str | None = None,
     ):
@@ -123,9 +121,8 @@ class StreamedStore(ExpertStore):
         self.most_slots = self.num_experts
         self._events, self._stats = events, ExpertStats(self.layers)
         self._trial = BudgetTrial(timed_budget, self._stats)
-        self.keep_all_ahead, self._wave_reads = keep_all_ahead, wave_reads
+        self.keep_all_ahead, self.expert_compute = keep_all_ahead, ExpertCompute(mix)
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
-        self.expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._lock = threading.RLock()
         self.generation = 0
         self._closed = self._released = False
@@ -143,6 +140,7 @@ class StreamedStore(ExpertStore):
                 pool=self._pool,
                 policy=self.eviction,
                 stats=self._stats.layers[layer],
+                events=events,
             )
             for layer in self.layers
         }
@@ -209,6 +207,8 @@ class StreamedStore(ExpertStore):
     def events(self, listener: EventHook | None) -> None:
         with self.exclusive(calls=False):
             self._events = listener
+            for state in self._layers.values():
+                state.events = listener
             self._watch()
 
     @property
@@ -329,8 +329,7 @@ class StreamedStore(ExpertStore):
         Evaluates: the ids. Raises what :meth:`experts` does.
         """
         state = self._recovered(layer)
-        call = Call(state, ids, ahead, self._events, self.training)
-        slots = len(state.table.expert_of)
+        call, slots = Call(state, ids, ahead, self.training), len(state.table.expert_of)
         if slots < ids.shape[1]:
             raise MemoryBudgetError(
                 f"a token needs {ids.shape[1]} experts but layer {layer} has {slots} slots; "
@@ -346,19 +345,19 @@ class StreamedStore(ExpertStore):
         needed = call.request.needed
         if len(needed) > slots:
             early = state.early
-            call.waves = waves = WaveSchedule(state.table, needed, self._wave_reads, early)
+            call.waves = waves = WaveSchedule(state.table, needed, self.wave_reads, early)
             if early:
                 state.change.begin()
                 last = early[-1].experts[-1]
-                state.look_up([e for e in needed if e <= last], (), self._events)
+                state.look_up([e for e in needed if e <= last], ())
             else:
                 begin_first(waves, call.begin_wave)
         else:
-            state.settle(self._events)
+            state.settle()
             call.missing = missing_of(state.table, needed)
-            state.look_up(needed, call.missing, self._events)
+            state.look_up(needed, call.missing)
             if call.missing:
-                state.begin_reads(call.missing, frozenset(needed), self._events)
+                state.begin_reads(call.missing, frozenset(needed))
         _account(state, start, stalled)
         return call
 
@@ -395,7 +394,7 @@ class StreamedStore(ExpertStore):
         state = call.state
         start, stalled = perf_counter(), state.stats.stall_seconds
         assert state.reading, "the reads of this call were dropped"
-        state.finish(self._events)
+        state.finish()
         call.missing = None
         _account(state, start, stalled)
 
@@ -454,7 +453,7 @@ class StreamedStore(ExpertStore):
         if short and ahead is not None and (ahead.switch is None or ahead.switch.on):
             following = next_layer(self.layers, state.layer)
             if following is not None:
-                ahead.begin(self._state(following), call.ahead, self._events)
+                ahead.begin(self._state(following), call.ahead)
         if trial.steps is not None:
             after = self.layers[self.layers.index(state.layer) + 1 :]
             if call.request is not None and self._all_whole(after):
@@ -481,9 +480,8 @@ class StreamedStore(ExpertStore):
             if self._handshake is not None and self._handshake.lends(layer):
                 return None
             state = self._state(layer)
-            return (
-                (state.bank.current.experts, state.device_table()) if self._whole(state) else None
-            )
+            whole = self._whole(state)
+            return (state.bank.current.experts, state.device_table()) if whole else None
 
     def count(self, tokens: int, layer: int | None = None) -> None:
         """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""
@@ -501,7 +499,10 @@ class StreamedStore(ExpertStore):
         """Fill free slots with the experts of lowest ids; they count as reads, not as misses."""
         with self.exclusive(calls=False):
             for layer in self.layers if layers is None else layers:
-                self._state(layer).fill(self._events)
+                state = self._state(layer)
+                state.settle()
+                absent = missing_of(state.table, range(self.num_experts))
+                state.read_now(absent[: state.table.free], ())
 
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
@@ -513,10 +514,10 @@ class StreamedStore(ExpertStore):
             state = self._state(layer)
             if state.read_elsewhere():
                 return False
-            state.settle(self._events)
+            state.settle()
             room = state.table.slots - sum(expert in state.table for expert in protected)
             absent = missing_of(state.table, (e for e in experts if 0 <= e < self.num_experts))
-            state.read_now(absent[:room], protected, self._events)
+            state.read_now(absent[:room], protected)
             return True
 
     def start_eval(self) -> None:
@@ -536,7 +537,8 @@ class StreamedStore(ExpertStore):
         with self.exclusive(calls=False):
             self._trial.end()
             self._forget_measured()
-            self._resize(layer, slots)
+            # A bank that is released stays so.
+            self._recovered(layer).resize(self._checked(layer, slots))
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots. Memory exceeds neither what it was nor what it
@@ -554,28 +556,22 @@ class StreamedStore(ExpertStore):
             # No other layer has a smaller one of its old and its new bank that is larger.
             freed = max(before, key=lambda i: min(before[i], after[i]) * blocks[i])
             for state in map(self._recovered, (freed, *changes)):
-                state.settle(self._events)
+                state.settle()
                 # An output of another thread keeps its arrays.
                 if not state.read_elsewhere():
                     state.fence()
             if not rests:
                 # Until the end an interrupt leaves the freed bank to the next call.
                 self._released = True
-                self._layers[freed].release(self._events)
+                self._layers[freed].release()
             for layer in sorted(changes, key=changes.__getitem__):  # smaller banks first
                 # Memory that MLX keeps of an old bank would count twice.
                 mx.clear_cache()
-                self._resize(layer, slots)
+                self._layers[layer].resize(after[layer])
             mx.clear_cache()
             if not rests:
                 with suppress(ExpertFileError):
                     self.restore()
-
-    def _resize(self, layer: int, slots: int | Mapping[int, int]) -> None:
-        # A bank that is released stays so.
-        self._recovered(layer).resize(self._checked(layer, slots), self._events)
-        if self._events is not None:
-            self._events(Resize(layer, self.slots[layer]))
 
     def release(self) -> None:
         """See :meth:`~mlx_moeflux.experts.store.Rest.release`. The same experts are read into the
@@ -586,7 +582,7 @@ class StreamedStore(ExpertStore):
             self.generation += 1
             self._released = True
             for layer in self.layers:
-                self._recovered(layer).release(self._events)
+                self._recovered(layer).release()
             mx.clear_cache()
 
     def restore(self) -> None:
@@ -673,7 +669,7 @@ class StreamedStore(ExpertStore):
             events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         request = ExpertRequest.of(host, self.num_experts, state.tokens)
         if self._ahead is not None:
-            self._ahead.enter(state, request, events)
+            self._ahead.enter(state, request)
         self.eviction.touch(state.layer, request.experts, request.last, request.uses)
         return host, request
 
@@ -684,7 +680,7 @@ class StreamedStore(ExpertStore):
             return
         state = self._state(following)
         if not state.reading_ahead:
-            state.begin_early(self._wave_reads, self._events)
+            state.begin_early(self.wave_reads)
 
 
 def check_threads(threads: int) -> None:

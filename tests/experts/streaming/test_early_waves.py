@@ -93,7 +93,8 @@ def test_the_next_layer_is_read_behind_all_of_this_one_and_before_it_ends(tmp_pa
             time.sleep(0.01)
 
     reader = Wrapped(make_reader("pread", experts.refs), before)
-    with StreamedStore(reader, 12, threads=1, wave_reads=2) as store:
+    with StreamedStore(reader, 12, threads=1) as store:
+        store.wave_reads = 2
         resident = experts.resident()
         assert same_bits(store.experts(3, *prompt), resident.experts(3, *prompt))
         assert store._layers[5].reading_ahead

@@ -173,7 +173,8 @@ def test_interrupted_at_every_line(tmp_path, experts, eviction, places):
     lines, finished = 0, False
     copies = [write_experts(tmp_path / str(i), random_experts(), "packed").refs for i in (0, 1)]
     reader = open_readers("pread", dict(zip("ab", copies[:places], strict=False)))
-    with StreamedStore(reader, K, threads=2, eviction=eviction, wave_reads=2) as store:
+    with StreamedStore(reader, K, threads=2, eviction=eviction) as store:
+        store.wave_reads = 2
         while not finished:
             lines += 7 if eviction == "lru" else 41 if places == 1 else 29
             countdown = lines
@@ -190,7 +191,7 @@ def test_interrupted_at_every_line(tmp_path, experts, eviction, places):
             assert same_bits(store.experts(3, *call), right[0])
         all_is_well(store, experts)
         if places > 1:
-            store._layers[5].settle(None)
+            store._layers[5].settle()
             assert not any(replica.in_flight for replica in store._pool._replicas.values())
     assert lines > 300
 
@@ -253,7 +254,7 @@ def test_no_read_is_under_way_after_an_interrupt(wrapped):
     store = wrapped(before, slots=E, threads=2)
     state = store._layers[3]
     state.change.begin()
-    state.start(range(6), [state.table.take() for _ in range(6)], None)
+    state.start(range(6), [state.table.take() for _ in range(6)])
     assert begun.wait(60)
     state.recover()
     assert not under_way

@@ -44,7 +44,8 @@ def test_sweeps_change_no_bit_and_read_each_block_once(tmp_path, slots, n):
     """Waves of at most three reads, so that residents wait and reads run ahead."""
     experts = write_experts(tmp_path, random_experts(FOUR_BIT, num_experts=MANY), "packed")
     resident = experts.resident()
-    with StreamedStore(make_reader("pread", experts.refs), slots, wave_reads=3) as store:
+    with StreamedStore(make_reader("pread", experts.refs), slots) as store:
+        store.wave_reads = 3
         for seed in range(2):
             before = set(store.residents(3))
             store.stats().reset()
