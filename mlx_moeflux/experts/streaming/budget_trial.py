@@ -20,28 +20,23 @@ class BudgetTrial:
     """Follows a trial of a smaller budget between the steps of a store. Times decode steps, for the
     trial, and after it for the switch of a prefetcher: each would disturb the other.
 
-    timed: The trial; None: there is none, or somebody else gave the layers slots. steps: Times
-    decode steps; None: nobody decides by time.
+    timed: The trial; None: there is none, or somebody else gave the layers slots. switch: The
+    prefetcher's, or None. heard: A listener gets events, which would disturb the trial. steps:
+    Times decode steps; None: nobody decides by time.
     """
 
-    def __init__(self, timed: TimedBudget | None, stats: ExpertStats):
-        self.timed, self._stats = timed, stats
+    def __init__(self, timed: TimedBudget | None, stats: ExpertStats, *, heard: bool):
+        self.timed, self._stats, self.heard = timed, stats, heard
         self.steps: DecodeSteps | None = None
-        self._switch: TimedSwitch | None = None
-        self._heard = self._turning = False
+        self.switch: TimedSwitch | None = None
+        self._turning = False
         # Layer -> experts that lost their slots to the smaller budget.
         self._left: dict[int, list[int]] = {}
 
-    def watch(self, switch: TimedSwitch | None, *, heard: bool) -> None:
-        """Time steps for `switch` when there is no trial. heard: A listener gets events, which
-        would disturb the trial."""
-        self._switch, self._heard = switch, heard
-        self._choose()
-
-    def _choose(self) -> None:
-        """Choose who gets what decode steps cost."""
-        listener, pairs = self._switch, MOST_PAIRS
-        if self.timed is not None and not self.timed.over and not self._heard:
+    def choose(self) -> None:
+        """Choose who gets what decode steps cost from now on."""
+        listener, pairs = self.switch, MOST_PAIRS
+        if self.timed is not None and not self.timed.over and not self.heard:
             listener, pairs = self.timed, self.timed.pairs
         steps = self.steps
         if listener is (None if steps is None else steps.listener):
@@ -54,7 +49,7 @@ class BudgetTrial:
         """End the trial, because layers are given slots, unless it gives them itself."""
         if not self._turning:
             self.timed = None
-            self._choose()
+            self.choose()
 
     def disturb(self) -> None:
         """Note that steps before and after now cannot be compared, unless the trial does so."""
@@ -64,16 +59,16 @@ class BudgetTrial:
     def forget(self) -> None:
         """Forget what steps cost, because numbers of slots change."""
         self.disturb()
-        if self._switch is not None:
-            self._switch.reset()
+        if self.switch is not None:
+            self.switch.reset()
 
     def follow(self, store: Streaming) -> None:
         """Give the layers the slots that the trial wants, between two steps: not while there is a
         listener, or a pending output that this thread cannot wait for. If there is no memory for
         them, the present budget stays. A larger budget reads again what a smaller one left."""
-        self._choose()
+        self.choose()
         timed = self.timed
-        if timed is None or self._heard or timed.wanted.slots == store.slots:
+        if timed is None or self.heard or timed.wanted.slots == store.slots:
             return
         wanted = timed.wanted
         if not all(store.read_missing(layer, (), protected=()) for layer in wanted.slots):

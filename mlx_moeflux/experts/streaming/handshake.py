@@ -38,8 +38,8 @@ class Handshake:
 
     A slot's memory is written by kernels alone while it is lent, or by the threads alone where the
     kernels do not copy. The tables and the scores that the threads change go back in
-    :meth:`take_back`, before anything else uses them. steps: That were made. off: Why no further
-    step is tried; None: one may be.
+    :meth:`take_back`, before anything else uses them. steps: That were made. stepping: True inside
+    :meth:`step`. off: Why no further step is tried; None: one may be.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Handshake:
             layer: pull.control(memory.common, box, limit) for layer, box in memory.boxes.items()
         }
         self._desk: Desk | None = None
-        self._stepping = False
+        self.stepping = False
         # What traces of steps hold: which layers were lent, and which memory they had.
         self._traced: list[tuple[int, int]] = []
 
@@ -75,16 +75,11 @@ class Handshake:
 
     def serves(self, layer: int) -> bool:
         """Return True if a call of this layer belongs to a step that is under way."""
-        return self._stepping and self.lends(layer)
+        return self.stepping and self.lends(layer)
 
     def lends(self, layer: int) -> bool:
         """Return True if the slots of this layer are lent."""
         return self._desk is not None and layer in self._desk.shelves
-
-    @property
-    def stepping(self) -> bool:
-        """True inside :meth:`step`."""
-        return self._stepping
 
     def slots(self, layer: int, ids: mx.array) -> mx.array:
         """Return the slots ``[1, K]`` uint32 of the experts `ids`, with their blocks once it is
@@ -104,7 +99,7 @@ class Handshake:
                 raise StepFailed("another thread uses the store")
             try:
                 self._lend().begin()
-                self._stepping = True
+                self.stepping = True
                 yield
                 self._end()
             except BaseException as error:
@@ -113,7 +108,7 @@ class Handshake:
                 complete(self._give_up)
                 raise
             finally:
-                self._stepping = False
+                self.stepping = False
 
     def begin_again(self) -> None:
         """See :meth:`mlx_moeflux.experts.store.Handshake.begin_again`."""
@@ -122,7 +117,7 @@ class Handshake:
 
     def take_back(self) -> None:
         """Give the layers and the policy back what they lent. A step that is under way fails."""
-        if self._stepping:
+        if self.stepping:
             complete(self._give_up)
         elif self._desk is not None:
             complete(self._return)

@@ -69,20 +69,12 @@ class PendingOutput(NamedTuple):
 
 
 class Change:
-    """Whether slots of a layer are being changed: from :meth:`begin` to :meth:`end`, or inside a
-    ``with`` block. An error or interrupt leaves it open, and its layer has to be recovered."""
+    """Whether slots of a layer are being changed: while `open` is set, or inside a ``with`` block.
+    An error or interrupt leaves it open, and its layer has to be recovered."""
 
     __slots__ = ("open",)
 
     def __init__(self):
-        self.open = False
-
-    def begin(self) -> None:
-        """Note that a change is under way, before the first part of it."""
-        self.open = True
-
-    def end(self) -> None:
-        """Note that all parts of the change are done."""
         self.open = False
 
     def __enter__(self) -> None:
@@ -207,7 +199,7 @@ class StreamedLayer:
         short = count - self.table.free
         if count:
             self.fence()
-        self.change.begin()
+        self.change.open = True
         if short > 0:
             victims = choose_victims(
                 self._policy,
@@ -231,12 +223,9 @@ class StreamedLayer:
             self.events(Evict(self.layer, expert, slot))
 
     def begin_reads(self, experts: Sequence[int], protected: Container[int]) -> None:
-        """Begin to read `experts`, which are absent, in place of others than `protected`."""
-        self.start(experts, self.make_room(len(experts), protected))
-
-    def start(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Begin to read `experts` into `slots`, which were taken; :meth:`finish` waits for them."""
-        blocks = list(zip(experts, slots, strict=True))
+        """Begin to read `experts`, which are absent, in place of others than `protected`;
+        :meth:`finish` waits for them."""
+        blocks = list(zip(experts, self.make_room(len(experts), protected), strict=True))
         if (events := self.events) is not None:
             for block in blocks:
                 events(ReadStart(self.layer, *block))
@@ -262,7 +251,7 @@ class StreamedLayer:
             raise
 
     def finish(self) -> None:
-        """Wait for the oldest batch of :meth:`start` and enter the blocks that arrived.
+        """Wait for the oldest batch of :meth:`begin_reads` and enter the blocks that arrived.
 
         Raises:
             ExpertFileError: A read failed; the other blocks are entered nevertheless.
@@ -450,7 +439,7 @@ class StreamedLayer:
         self._fresh.clear()
         self._device_table = None
         self.table.rebuild()
-        self.change.end()
+        self.change.open = False
 
     def resize(self, slots: int) -> None:
         """Change the number of slots; the policy chooses the victims of a smaller bank. After
@@ -495,7 +484,7 @@ class StreamedLayer:
         if self.bank.slots == self.table.slots:
             return
         held = dict(self.table.slot_of)
-        self.change.begin()
+        self.change.open = True
         # Empty before there are slots again: an interrupt must not leave experts in blank slots.
         self.table = table = SlotTable(self.table.slots, self.table.num_experts)
         self._device_table = None

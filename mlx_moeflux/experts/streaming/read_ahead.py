@@ -25,7 +25,7 @@ class ReadAhead:
     keep_all: Wait for every block. Otherwise those that are not needed and not begun are dropped.
     """
 
-    def __init__(self, policy: Prefetch, *, keep_all: bool):
+    def __init__(self, policy: Prefetch, keep_all: bool):
         self.policy, self.keep_all = policy, keep_all
         self.switch: TimedSwitch | None = policy.switch if isinstance(policy, Switched) else None
 

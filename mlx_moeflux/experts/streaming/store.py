@@ -86,7 +86,8 @@ class StreamedStore(ExpertStore):
 
     A call has four steps: :meth:`begin_load`, :meth:`wait`, :meth:`compute`,
     :meth:`release_after`. :meth:`experts` makes them all; a caller that makes them itself does so
-    inside :meth:`exclusive`. This object is its own `direct`, `steps`, `streaming` and `rest`.
+    inside :meth:`exclusive`. This object is its own `direct`, `steps`, `streaming` and `rest`; what
+    has no description here is described in their classes.
 
     Evaluates: the ids of a call, unless the layer holds every expert and there is no listener;
     long calls altogether.
@@ -120,11 +121,10 @@ class StreamedStore(ExpertStore):
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.most_slots = self.num_experts
         self._events, self._stats = events, ExpertStats(self.layers)
-        self._trial = BudgetTrial(timed_budget, self._stats)
+        self._trial = BudgetTrial(timed_budget, self._stats, heard=events is not None)
         self.keep_all_ahead, self.expert_compute = keep_all_ahead, ExpertCompute(mix)
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
-        self._lock = threading.RLock()
-        self.generation = 0
+        self._lock, self.generation = threading.RLock(), 0
         self._closed = self._released = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
@@ -145,8 +145,10 @@ class StreamedStore(ExpertStore):
             for layer in self.layers
         }
         self._handshake: Handshake | None = None
-        self._no_handshake = handshake if isinstance(handshake, str) else None
-        if handshake is not None and not isinstance(handshake, str):
+        self._no_handshake: str | None = None
+        if isinstance(handshake, str):
+            self._no_handshake = f"handshake: none, {handshake}"
+        elif handshake is not None:
             if not isinstance(self._pool, NativePool) or not is_known(self.eviction):
                 self.close()
                 raise UnsupportedError(
@@ -162,22 +164,18 @@ class StreamedStore(ExpertStore):
 
     @property
     def direct(self) -> StreamedStore | None:
-        """This store, unless a subclass has :meth:`experts` of its own."""
         return self if self.computes_as(StreamedStore) else None
 
     @property
     def steps(self) -> StreamedStore | None:
-        """This store, unless a subclass has :meth:`experts` of its own."""
         return self.direct
 
     @property
     def streaming(self) -> StreamedStore:
-        """This store."""
         return self
 
     @property
     def rest(self) -> StreamedStore:
-        """This store."""
         return self
 
     @property
@@ -193,10 +191,7 @@ class StreamedStore(ExpertStore):
 
     @property
     def ways(self) -> str | None:
-        """See :attr:`~mlx_moeflux.experts.store.Streaming.ways`."""
-        if self._handshake is not None:
-            return self._handshake.report()
-        return None if self._no_handshake is None else f"handshake: none, {self._no_handshake}"
+        return self._no_handshake if self._handshake is None else self._handshake.report()
 
     @property
     def events(self) -> EventHook | None:
@@ -209,32 +204,28 @@ class StreamedStore(ExpertStore):
             self._events = listener
             for state in self._layers.values():
                 state.events = listener
-            self._watch()
+            self._trial.heard = listener is not None
+            self._trial.choose()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of the buffers of reading threads."""
         shared = 0 if self._handshake is None else self._handshake.nbytes
         return self.bank_bytes + staging_bytes(self.reader, self.threads) + shared
 
     @property
     def bank_bytes(self) -> int:
-        """Bytes of all slots."""
         return sum(state.bank.nbytes for state in self._layers.values())
 
     @property
     def slots(self) -> dict[int, int]:
-        """MoE layer id -> number of slots."""
         return {layer: state.table.slots for layer, state in self._layers.items()}
 
     @property
     def block_bytes(self) -> dict[int, int]:
-        """MoE layer id -> bytes of one expert."""
         return {layer: state.bank.layout.nbytes for layer, state in self._layers.items()}
 
     @property
     def cold(self) -> bool:
-        """True if no expert is resident and no layer was called."""
         states = self._layers.values()
         return not any(state.tokens or state.table.slot_of for state in states)
 
@@ -245,17 +236,12 @@ class StreamedStore(ExpertStore):
 
     @prefetch.setter
     def prefetch(self, policy: Prefetch | None) -> None:
-        keep = self.keep_all_ahead
-        self._ahead = None if policy is None else ReadAhead(policy, keep_all=keep)
-        self._watch()
-
-    def _watch(self) -> None:
-        switch = None if self._ahead is None else self._ahead.switch
-        self._trial.watch(switch, heard=self._events is not None)
+        self._ahead = None if policy is None else ReadAhead(policy, self.keep_all_ahead)
+        self._trial.switch = self._ahead and self._ahead.switch
+        self._trial.choose()
 
     @property
     def timed_budget(self) -> TimedBudget | None:
-        """The trial of a smaller budget; None: there is none, or a layer was given other slots."""
         return self._trial.timed
 
     @property
@@ -339,7 +325,7 @@ class StreamedStore(ExpertStore):
             return call
         if (steps := self._trial.steps) is not None:
             before = self.layers[: self.layers.index(layer)]
-            steps.begin(ids.size, first=self._all_whole(before))
+            steps.begin(ids.size, first=all(self._whole(self._layers[i]) for i in before))
         start, stalled = perf_counter(), state.stats.stall_seconds
         call.host, call.request = self._wait_for_ids(call, weights)
         needed = call.request.needed
@@ -347,7 +333,7 @@ class StreamedStore(ExpertStore):
             early = state.early
             call.waves = waves = WaveSchedule(state.table, needed, self.wave_reads, early)
             if early:
-                state.change.begin()
+                state.change.open = True
                 last = early[-1].experts[-1]
                 state.look_up([e for e in needed if e <= last], ())
             else:
@@ -369,8 +355,7 @@ class StreamedStore(ExpertStore):
             ShapeError: The call has padding, which such a caller cannot compute.
         """
         assert call.host is not None, "the layer holds every expert: the host does not know the ids"
-        slot_of = call.state.slots_soon()
-        where = slot_of.__getitem__
+        where = call.state.slots_soon().__getitem__
         try:
             return self.upload([list(map(where, row)) for row in call.host.tolist()])
         except KeyError:
@@ -444,8 +429,7 @@ class StreamedStore(ExpertStore):
         # Slots of a complete bank never change, so no output need be pending.
         if call.request is not None and call.waves is None and N * K <= FEW_PAIRS:
             state.remember(output)
-        if state.change.open:
-            state.change.end()
+        state.change.open = False
         state.stats.tokens += N
         state.tokens += N
         ahead, trial = self._ahead, self._trial
@@ -456,26 +440,22 @@ class StreamedStore(ExpertStore):
                 ahead.begin(self._state(following), call.ahead)
         if trial.steps is not None:
             after = self.layers[self.layers.index(state.layer) + 1 :]
-            if call.request is not None and self._all_whole(after):
+            if call.request is not None and all(self._whole(self._layers[i]) for i in after):
                 trial.steps.end()
         if trial.timed is not None and state.layer == self.layers[-1]:
             trial.follow(self)
 
     def partial(self) -> tuple[int, ...]:
-        """Return the layers of whose calls the host needs the ids."""
         return tuple(i for i, state in self._layers.items() if not self._whole(state))
 
     def bank(self, layer: int) -> ExpertBank:
-        """Return the slots of a layer as they are now."""
         return self._layers[layer].bank.current.experts
 
     @property
     def stays_on_device(self) -> bool:
-        """True if all calls are lazy."""
         return not self._closed and all(map(self._whole, self._layers.values()))
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
-        """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""
         with self._lock:
             if self._handshake is not None and self._handshake.lends(layer):
                 return None
@@ -484,7 +464,6 @@ class StreamedStore(ExpertStore):
             return (state.bank.current.experts, state.device_table()) if whole else None
 
     def count(self, tokens: int, layer: int | None = None) -> None:
-        """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""
         if self._handshake is not None and self._handshake.stepping:
             return  # it counts when the step has ended
         for state in self._layers.values() if layer is None else (self._layers[layer],):
@@ -492,7 +471,6 @@ class StreamedStore(ExpertStore):
             state.tokens += tokens
 
     def stats(self) -> ExpertStats:
-        """See :meth:`ExpertStore.stats`."""
         return self._stats
 
     def preload(self, layers: Iterable[int] | None = None) -> None:
@@ -507,7 +485,6 @@ class StreamedStore(ExpertStore):
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
     ) -> bool | None:
-        """See :meth:`~mlx_moeflux.experts.store.Streaming.read_missing`."""
         with self.exclusive(calls=False):
             if self._closed or layer not in self.layers:
                 return None
@@ -553,7 +530,7 @@ class StreamedStore(ExpertStore):
             if not changes:
                 return
             self._forget_measured()
-            # No other layer has a smaller one of its old and its new bank that is larger.
+            # Its room holds any other bank, as it was or as it becomes, whichever is smaller.
             freed = max(before, key=lambda i: min(before[i], after[i]) * blocks[i])
             for state in map(self._recovered, (freed, *changes)):
                 state.settle()
@@ -586,7 +563,6 @@ class StreamedStore(ExpertStore):
             mx.clear_cache()
 
     def restore(self) -> None:
-        """See :meth:`~mlx_moeflux.experts.store.Rest.restore`."""
         if not self._released:
             return
         with self.exclusive(calls=False):
@@ -639,10 +615,6 @@ class StreamedStore(ExpertStore):
         """Return True if the host need not know the ids of a call of this layer."""
         table = state.table
         return len(table.slot_of) == table.num_experts and self._events is None
-
-    def _all_whole(self, layers: Iterable[int]) -> bool:
-        """Return True if the host need not know the ids of any call of these layers."""
-        return all(self._whole(self._layers[layer]) for layer in layers)
 
     def _forget_measured(self) -> None:
         """Note that numbers of slots change: traces and costs of earlier steps hold no more."""

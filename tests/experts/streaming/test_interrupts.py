@@ -253,8 +253,7 @@ def test_no_read_is_under_way_after_an_interrupt(wrapped):
 
     store = wrapped(before, slots=E, threads=2)
     state = store._layers[3]
-    state.change.begin()
-    state.start(range(6), [state.table.take() for _ in range(6)])
+    state.begin_reads(range(6), ())
     assert begun.wait(60)
     state.recover()
     assert not under_way
