@@ -12,6 +12,7 @@ import numpy as np
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, StridedRefs, TensorRef
 from mlx_moeflux.experts.io.layout import BlockLayout, Component
+from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.prefetch import AutoLookAhead, make_prefetch
 from mlx_moeflux.experts.policies.timed_switch import TimedSwitch
 from mlx_moeflux.experts.resident import ResidentStore
@@ -48,6 +49,12 @@ class Experts:
 
     def resident(self, **options) -> ResidentStore:
         return ResidentStore(self.bank, layers=LAYERS, num_experts=self.num_experts, **options)
+
+
+def in_pieces(reader: Reader, least: int = 1000) -> Reader:
+    """The reader, which cuts blocks into parts of at least so many bytes."""
+    reader.least_piece = least
+    return reader
 
 
 def affine_layout(hidden: int, inner: int, **specs: QuantSpec | None) -> BlockLayout:

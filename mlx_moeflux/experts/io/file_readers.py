@@ -22,31 +22,20 @@ from mlx_moeflux.experts.io.open_files import OpenFiles
 DIRECT_ALIGNMENT = 4096
 # A short direct read ends at a logical block, the smallest of which has so many bytes.
 SECTOR = 512
-# Larger transfers gain nothing, and every thread owns one bounce buffer.
+# Larger transfers gain nothing, and every thread owns one bounce buffer. A multiple of a page.
 MAX_BOUNCE_BYTES = 8 << 20
 # A smaller part of a block takes less time to read than to submit.
 LEAST_PIECE = 1 << 18
 
 
 class FileReader(OpenFiles):
-    """Base class of readers of files: the ranges of experts in them. See :class:`Reader`.
-
-    least_piece: Bytes; no part of a block that threads share is much smaller.
-    """
+    """Base class of readers of files: the ranges of experts in them. See :class:`Reader`."""
 
     name = "file"
-    staging_bytes = 0
-    """Bytes of private buffers for each reading thread."""
-    alignment = 1
-    """Reads begin and end at multiples of this, in files and in memory."""
+    least_piece = LEAST_PIECE
 
-    def __init__(
-        self,
-        experts: Mapping[int, Mapping[str, ExpertRefs]],
-        *,
-        least_piece: int = LEAST_PIECE,
-    ):
-        self.ranges, self.least_piece = ByteRanges(experts), least_piece
+    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
+        self.ranges = ByteRanges(experts)
         self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
         self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
         super().__init__(self.ranges.files)
@@ -137,13 +126,8 @@ class PreadReader(FileReader):
 
     name = "pread"
 
-    def __init__(
-        self,
-        experts: Mapping[int, Mapping[str, ExpertRefs]],
-        *,
-        least_piece: int = LEAST_PIECE,
-    ):
-        super().__init__(experts, least_piece=least_piece)
+    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
+        super().__init__(experts)
         # The next expert is rarely a neighbour.
         self._advises = self.advise_random()
 
@@ -157,7 +141,7 @@ class PreadReader(FileReader):
 
 class DirectReader(FileReader):
     """Reads that bypass the page cache: ``O_DIRECT`` through an aligned buffer for each thread
-    on Linux, ``F_NOCACHE`` on macOS. most_bounce_bytes: Of that buffer, a multiple of a page.
+    on Linux, ``F_NOCACHE`` on macOS.
 
     Raises:
         UnsupportedError: The file system does not allow it.
@@ -166,20 +150,14 @@ class DirectReader(FileReader):
     name = "direct"
     _flags = FileReader._flags | getattr(os, "O_DIRECT", 0)
 
-    def __init__(
-        self,
-        experts: Mapping[int, Mapping[str, ExpertRefs]],
-        *,
-        least_piece: int = LEAST_PIECE,
-        most_bounce_bytes: int = MAX_BOUNCE_BYTES,
-    ):
-        super().__init__(experts, least_piece=least_piece)
+    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
+        super().__init__(experts)
         self._local = threading.local()
         self._bounces = hasattr(os, "O_DIRECT")
         if self._bounces:
             largest = max(self.layout(layer).nbytes for layer in self.layers)
             self.alignment = DIRECT_ALIGNMENT
-            self.staging_bytes = min(_round_up(largest) + DIRECT_ALIGNMENT, most_bounce_bytes)
+            self.staging_bytes = min(_round_up(largest) + DIRECT_ALIGNMENT, MAX_BOUNCE_BYTES)
         try:
             self._prepare()
         except OSError as cause:
@@ -205,16 +183,19 @@ class DirectReader(FileReader):
         if not self._bounces:
             return super().read_staged(run, buffer)
         before = run.offset % DIRECT_ALIGNMENT
-        done, wanted = 0, before + run.nbytes
-        while done < wanted:
-            start = done - done % SECTOR
-            at = run.offset - before + start
-            end = start + self._preadv(run, [buffer[start : _round_up(wanted)]], at)
-            if end <= done:
-                raise self.ends_early(run, run.offset - before + end)
-            done = end
+        self._fill_aligned(run, buffer, run.offset - before, before + run.nbytes)
         self.check(run.file)
         return before
+
+    def _fill_aligned(self, run: Run, buffer: memoryview, at: int, nbytes: int) -> None:
+        """Read `nbytes` at `at`, which is aligned, and what the last page has behind them."""
+        done = 0
+        while done < nbytes:
+            start = done - done % SECTOR
+            end = start + self._preadv(run, [buffer[start : _round_up(nbytes)]], at + start)
+            if end <= done:
+                raise self.ends_early(run, at + end)
+            done = end
 
     def _buffer(self) -> tuple[np.ndarray, memoryview]:
         """Return this thread's page-aligned buffer, as an array and as a view."""
@@ -228,18 +209,13 @@ class DirectReader(FileReader):
             super()._read_run(run, views)
             return
         array, view = self._buffer()
-        done, stop = run.offset - run.offset % DIRECT_ALIGNMENT, run.offset + run.nbytes
-        while done < stop:
-            start = done - done % SECTOR
-            wanted = min(_round_up(stop) - start, self.staging_bytes)
-            end = start + self._preadv(run, [view[:wanted]], start)
-            if end <= done:
-                raise self.ends_early(run, end)
-            first, last = max(done, run.offset), min(end, stop)
-            if first < last:
-                into = window(views, first - run.offset, last - run.offset)
-                copy_into(into, array[first - start : last - start])
-            done = end
+        at, stop = run.offset - run.offset % DIRECT_ALIGNMENT, run.offset + run.nbytes
+        while at < stop:
+            first, last = max(at, run.offset), min(at + self.staging_bytes, stop)
+            self._fill_aligned(run, view, at, last - at)
+            into = window(views, first - run.offset, last - run.offset)
+            copy_into(into, array[first - at : last - at])
+            at = last
 
     def _cannot_open(self, file: Path, cause: OSError) -> Exception:
         if isinstance(cause, FileNotFoundError):
@@ -259,14 +235,9 @@ class MmapReader(FileReader):
 
     name = "mmap"
 
-    def __init__(
-        self,
-        experts: Mapping[int, Mapping[str, ExpertRefs]],
-        *,
-        least_piece: int = LEAST_PIECE,
-    ):
+    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
         self._maps: list[mmap.mmap] = []
-        super().__init__(experts, least_piece=least_piece)
+        super().__init__(experts)
         for file, fd in zip(self.ranges.files, self._fds, strict=True):
             try:
                 self._maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))

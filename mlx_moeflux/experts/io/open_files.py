@@ -41,6 +41,12 @@ class OpenFiles:
         ExpertFileError: A file cannot be opened.
     """
 
+    alignment = 1
+    """Reads begin and end at multiples of this, in files and in memory."""
+    staging_bytes = 0
+    """Bytes of private buffers for each reading thread."""
+    least_piece: int = 1 << 20
+    """Bytes; no part of a read that threads share is much smaller."""
     _flags = os.O_RDONLY
 
     def __init__(self, files: Sequence[Path]):

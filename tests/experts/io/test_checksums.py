@@ -20,7 +20,7 @@ from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import READERS
 from mlx_moeflux.loading import load_model
-from tests.experts.helpers import LAYERS, E, random_experts
+from tests.experts.helpers import LAYERS, E, in_pieces, random_experts
 
 TWIN = Path(__file__).parents[2] / "golden" / "text_top3"
 FLIPS = 10_000
@@ -66,7 +66,7 @@ def open_way(packed, monkeypatch):
         if threads == "python":
             monkeypatch.setattr(native_pool, "library", lambda: None)
         refs = {layer: packed[0].refs(layer) for layer in LAYERS}
-        reader = READERS[name](refs, least_piece=1000)
+        reader = in_pieces(READERS[name](refs))
         pool = open_pool(reader, 3, None)
         assert isinstance(pool, NativePool) == (threads == "native")
         opened.extend((reader, pool))

@@ -36,6 +36,7 @@ from tests.experts.helpers import (
     K,
     arrive_at_random,
     bank_is_right,
+    in_pieces,
     random_call,
     random_experts,
     write_experts,
@@ -129,12 +130,11 @@ def host(monkeypatch):
     return found
 
 
-GIVEN = [(name, {"least_piece": least}) for name in FILES for least in (LEAST_PIECE, 1000)]
-GIVEN.append(("memory", {}))
+GIVEN = [*((name, least) for name in FILES for least in (LEAST_PIECE, 1000)), ("memory", 1000)]
 
 
 @pytest.mark.parametrize(
-    ("small_blocks", "name", "pieces"),
+    ("small_blocks", "name", "least"),
     [
         pytest.param(way, *given, marks=[pytest.mark.slow] * ((turn + i) % 2))
         for turn, way in enumerate(("threads", "python threads"))
@@ -142,9 +142,9 @@ GIVEN.append(("memory", {}))
     ],
     indirect=["small_blocks"],
 )
-def test_slots_filled_by_uploads_hold_the_experts(experts, host, name, pieces):
+def test_slots_filled_by_uploads_hold_the_experts(experts, host, name, least):
     resident = experts.resident()
-    with StreamedStore(READERS[name](experts.refs, **pieces), K, threads=3) as store:
+    with StreamedStore(in_pieces(READERS[name](experts.refs), least), K, threads=3) as store:
         for seed in range(12):
             for layer in LAYERS:
                 call = random_call(1, seed=seed)
@@ -163,7 +163,7 @@ def test_components_of_odd_sizes(tmp_path, host, small_blocks, form, name):
     """Of 210 bytes each, behind one another in memory and in files."""
     made = random_experts(FLOATS, hidden=15, inner=7)
     experts = write_experts(tmp_path, made, form)
-    reader = READERS[name](experts.refs, least_piece=100)
+    reader = in_pieces(READERS[name](experts.refs), 100)
     with StreamedStore(reader, 4, threads=3) as store:
         arrive_at_random(store, experts)
         assert host.uploaded == store.stats().total.bytes_read
@@ -203,7 +203,7 @@ def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host):
 
 @read_by("python threads")
 def test_a_part_that_fails_is_an_expert_that_did_not_arrive(experts, host, monkeypatch):
-    reader = PreadReader(experts.refs, least_piece=1000)
+    reader = in_pieces(PreadReader(experts.refs))
     if len(reader.ranges.runs(3, 0)) > 1:
         pytest.skip("this form is read in one piece")
     staged, calls = reader.read_staged, []

@@ -14,7 +14,7 @@ from mlx_moeflux.experts.io.file_readers import LEAST_PIECE, PreadReader
 from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots, ReadPool
 from mlx_moeflux.experts.io.readers import READERS, make_reader
-from tests.experts.helpers import LAYERS, E, random_experts, write_experts
+from tests.experts.helpers import LAYERS, E, in_pieces, random_experts, write_experts
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -29,7 +29,7 @@ def least():
 def reader(tmp_path, request, least):
     form, name = request.param
     refs = write_experts(tmp_path, random_experts(), form).refs
-    found = READERS[name](refs, least_piece=least)
+    found = in_pieces(READERS[name](refs), least)
     yield found
     found.close()
 

@@ -30,6 +30,7 @@ from tests.experts.helpers import (
     C,
     E,
     F,
+    in_pieces,
     random_experts,
     write_experts,
 )
@@ -65,10 +66,11 @@ def test_every_reader_gives_every_block(experts, name):
         reader.close()
 
 
-def test_direct_reads_of_many_pages(tmp_path):
+def test_direct_reads_of_many_pages(tmp_path, monkeypatch):
     """Blocks larger than the bounce buffer, at odd offsets, up to the end of the file."""
     experts = write_experts(tmp_path, random_experts(MIXED), "stacked")
-    reader = file_readers.DirectReader(experts.refs, most_bounce_bytes=8192)
+    monkeypatch.setattr(file_readers, "MAX_BOUNCE_BYTES", 8192)
+    reader = file_readers.DirectReader(experts.refs)
     assert reader.staging_bytes in (0, 8192)
     assert all(read_block(reader, 5, e) == experts.block(5, e) for e in range(E))
     reader.close()
@@ -77,7 +79,7 @@ def test_direct_reads_of_many_pages(tmp_path):
 @pytest.mark.parametrize("name", ["pread", "direct", "mmap"])
 @pytest.mark.parametrize("count", [1, 2, 5, 1000])
 def test_pieces_make_up_the_block(experts, name, count):
-    reader = READERS[name](experts.refs, least_piece=1000)
+    reader = in_pieces(READERS[name](experts.refs))
     layout = reader.layout(5)
     whole = len(reader.ranges.runs(5, 3)) == 1
     into, again = buffers(layout), buffers(layout)

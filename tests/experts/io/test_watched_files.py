@@ -11,7 +11,7 @@ import pytest
 
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io import native_pool
+from mlx_moeflux.experts.io import file_readers, native_pool
 from mlx_moeflux.experts.io.file_readers import DirectReader
 from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots
@@ -81,7 +81,8 @@ def test_a_change_is_one_line(tmp_path, monkeypatch, form, threads, name, change
 @pytest.mark.parametrize("bounce", [8192, 1 << 20])
 def test_short_direct_reads_go_on_at_the_next_sector(tmp_path, monkeypatch, unit, bounce):
     experts = write_experts(tmp_path, random_experts(), "stacked")
-    reader, preadv = DirectReader(experts.refs, most_bounce_bytes=bounce), os.preadv
+    monkeypatch.setattr(file_readers, "MAX_BOUNCE_BYTES", bounce)
+    reader, preadv = DirectReader(experts.refs), os.preadv
     random = np.random.default_rng(unit)
 
     def short(fd, views, offset):

@@ -23,6 +23,7 @@ from tests.experts.helpers import (
     Wrapped,
     arrive_at_random,
     bank_is_right,
+    in_pieces,
     random_call,
     random_experts,
     write_experts,
@@ -103,7 +104,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_banks_hold_the_files_bytes(tmp_path, small_blocks, shape, form, name):
     experts = write_experts(tmp_path, SHAPES[shape](), form)
-    with StreamedStore(READERS[name](experts.refs, least_piece=1000), 4) as store:
+    with StreamedStore(in_pieces(READERS[name](experts.refs)), 4) as store:
         assert store._uploads is not None
         arrive_at_random(store, experts, rounds=40)
 
@@ -140,7 +141,7 @@ def test_interrupts_leave_banks_right(tmp_path, small_blocks):
 
     previous = signal.signal(signal.SIGALRM, handler)
     try:
-        with StreamedStore(READERS["pread"](experts.refs, least_piece=1000), 4) as store:
+        with StreamedStore(in_pieces(READERS["pread"](experts.refs)), 4) as store:
             for i in range(300):
                 chosen = random.choice(E, 4, replace=False).tolist()
                 try:
@@ -160,13 +161,9 @@ def test_interrupts_leave_banks_right(tmp_path, small_blocks):
 
 
 @NVIDIA
-@pytest.mark.parametrize(
-    ("name", "pieces"),
-    [("pread", {"least_piece": 1000}), ("direct", {"least_piece": 1000}), ("memory", {})],
-    ids=["pread", "direct", "memory"],
-)
-def test_blocks_come_through_the_driver(experts, name, pieces):
-    with StreamedStore(READERS[name](experts.refs, **pieces), K) as store:
+@pytest.mark.parametrize("name", ["pread", "direct", "memory"])
+def test_blocks_come_through_the_driver(experts, name):
+    with StreamedStore(in_pieces(READERS[name](experts.refs)), K) as store:
         assert store._uploads is not None
         for seed in range(40):
             call = random_call(1, seed=seed)
