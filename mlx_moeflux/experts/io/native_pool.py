@@ -36,7 +36,8 @@ from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
-from mlx_moeflux.experts.io.read_pool import Arrival, BlockPool, ReadPool, SlotMemory, complete
+from mlx_moeflux.experts.io.open_files import OpenFiles
+from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool, ReadPool, SlotMemory
 from mlx_moeflux.experts.io.readers import Reader, largest_block, private_bytes
 from mlx_moeflux.experts.io.replicas import ReplicaPool, ReplicaReader
 from mlx_moeflux.kernels.runtime import device
@@ -162,36 +163,55 @@ def _close(library: ctypes.CDLL, handle: int, process: int) -> None:
         library.pool_close(handle)
 
 
-class NativePool:
-    """A fixed number of threads that read the blocks of one reader. They end with :meth:`close` or
-    with this object. See :class:`~mlx_moeflux.experts.io.read_pool.BlockPool`.
+class NativeThreads:
+    """A fixed number of threads that read from `files`. They end with :meth:`close` or with this
+    object, which waits for reads under way.
 
     Raises:
-        OSError: The system gives no more threads or memory.
+        OSError: There is no compiled library, or the system gives no more threads or memory.
     """
 
-    def __init__(self, reader: FileReader, count: int, uploads: device.Uploads | None):
+    def __init__(self, files: OpenFiles, count: int, uploads: device.Uploads | None = None):
         found = library()
-        assert found is not None, "serves() was not asked"
-        self.library, self.reader, self.count, self.uploads = found, reader, count, uploads
-        alignment, nbytes, driver = reader.alignment, 0, None
+        if found is None:
+            raise OSError("no compiled library")
+        self.library, self.open_files, self.count, self.uploads = found, files, count, uploads
+        alignment, nbytes, driver = files.alignment, 0, None
         if uploads is not None:
             functions, self._memory = uploads.native()
             driver, nbytes = Device(*functions), uploads.nbytes
         elif alignment > 1:
-            nbytes = reader.staging_bytes
+            nbytes = files.staging_bytes
             self._memory = memoryview(mmap.mmap(-1, (count + 1) * nbytes))
         start = ctypes.addressof(c_int.from_buffer(self._memory)) if nbytes else None
-        least = reader.least_piece
+        least = files.least_piece
         self.handle = found.pool_open(count, alignment, least, nbytes, start, driver)
         if not self.handle:
             raise OSError("no threads")
         self._buffered = bool(nbytes)
-        known = zip(reader.paths, reader.stamps, reader.descriptors, strict=True)
-        files = [_File.of(*each) for each in known]
-        self.files = (_File * len(files))(*files)
-        self._places: dict[int, BlockPlaces] = {}
+        known = zip(files.paths, files.stamps, files.descriptors, strict=True)
+        structs = [_File.of(*each) for each in known]
+        self.files = (_File * len(structs))(*structs)
         self._end = weakref.finalize(self, _close, found, self.handle, os.getpid())
+
+    def close(self) -> None:
+        """See :meth:`BlockPool.close`."""
+        self._end()
+        self.handle = None
+
+    def reads_in_caller(self, nbytes: int) -> bool:
+        """Return True if the caller reads blocks of `nbytes` sooner than it wakes a thread."""
+        return nbytes <= read_pool.SMALL_BYTES and not self._buffered
+
+
+class NativePool(NativeThreads):
+    """Native threads that read the blocks of one reader. See
+    :class:`~mlx_moeflux.experts.io.read_pool.BlockPool`."""
+
+    def __init__(self, reader: FileReader, count: int, uploads: device.Uploads | None):
+        super().__init__(reader, count, uploads)
+        self.reader = reader
+        self._places: dict[int, BlockPlaces] = {}
 
     @staticmethod
     def serves(reader: Reader) -> TypeGuard[FileReader]:
@@ -206,23 +226,16 @@ class NativePool:
     def fetch(
         self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]
     ) -> NativeFetch:
-        """Return a batch of reads, not begun: for each block its expert and its slot."""
-        return NativeFetch(self, layer, slots, list(blocks))
-
-    def close(self) -> None:
-        """Wait for the reads and end the threads."""
-        self._end()
-        self.handle = None
-
-    def reads_in_caller(self, nbytes: int) -> bool:
-        """Return True if the caller reads blocks of `nbytes` sooner than it wakes a thread."""
-        return nbytes <= read_pool.SMALL_BYTES and not self._buffered
+        """See :meth:`BlockPool.fetch`."""
+        return NativeFetch(self, self.place(layer, slots), list(blocks), slots, layer)
 
     def place(self, layer: int, slots: SlotMemory) -> BlockPlaces:
         """Return where the blocks and slots of a layer lie; kept until its bank changes."""
         known = self._places.get(layer)
         if known is None or known.addresses is not slots.addresses:
-            known = BlockPlaces(self.reader, self.files, layer, slots.addresses)
+            where, offsets, order = self.reader.places(layer)
+            checksums = self.reader.ranges.checksums(layer)
+            known = BlockPlaces(self.files, slots.addresses, where, offsets, order, checksums)
             self._places[layer] = known
         return known
 
@@ -230,28 +243,29 @@ class NativePool:
 class BlockPlaces:
     """Holds the places of a layer's blocks in files, and of one bank's slots in memory.
 
-    nbytes: Of a block.
+    addresses: Of each component the address of all slots, and the bytes of one. where, offsets,
+    order: See :meth:`FileReader.places`; empty: components do not follow one another. nbytes: Of
+    a block.
     """
 
     def __init__(
         self,
-        reader: FileReader,
         files: ctypes.Array[_File],
-        layer: int,
-        addresses: list[tuple[int, int]],
+        addresses: Sequence[tuple[int, int]] | np.ndarray,
+        where: np.ndarray,
+        offsets: np.ndarray,
+        order: Sequence[int] = (),
+        checksums: np.ndarray | None = None,
     ):
-        where, offsets, order = reader.places(layer)
-        checksums = reader.ranges.checksums(layer)
-        sizes = np.array([nbytes for _, nbytes in addresses], np.int64)
-        starts = np.array([address for address, _ in addresses], np.uint64)
-        order = np.array(order or (-1,), np.int32)
+        starts, sizes = np.array(addresses, np.int64).T.copy()
         self.addresses, self.nbytes = addresses, int(sizes.sum())
-        self._arrays = where, offsets, sizes, starts, order, checksums
+        orders = np.array(order or (-1,), np.int32)
+        self._arrays = where, offsets, sizes, starts, orders, checksums
         pointers = (None if array is None else array.ctypes.data for array in self._arrays)
         self.layer = _Layer(files, *pointers, len(sizes))
         self._batches: dict[int, type[ctypes.Array[c_char]]] = {}
 
-    def batch(self, pool: NativePool, count: int) -> ctypes.Array[c_char]:
+    def batch(self, pool: NativeThreads, count: int) -> ctypes.Array[c_char]:
         """Allocate memory for a batch of `count` blocks."""
         kind = self._batches.get(count)
         if kind is None:
@@ -260,19 +274,23 @@ class BlockPlaces:
         return kind()
 
 
-class NativeFetch:
-    """A batch of reads: blocks of one layer into their slots.
+class NativeFetch(BlockFetch):
+    """Blocks of `place` that native threads read.
 
-    See :class:`~mlx_moeflux.experts.io.read_pool.BlockFetch`. in_caller: True if the caller reads.
+    memory: What the threads write. layer: Of the blocks.
     """
 
     def __init__(
-        self, pool: NativePool, layer: int, slots: SlotMemory, blocks: Sequence[tuple[int, int]]
+        self,
+        pool: NativeThreads,
+        place: BlockPlaces,
+        blocks: Sequence[tuple[int, int]],
+        memory: object,
+        layer: int = -1,
     ):
-        self.blocks, self._layer = blocks, layer
-        self._pool, self._place = pool, pool.place(layer, slots)
+        self.blocks, self._layer, self._pool, self._place = blocks, layer, pool, place
         self.in_caller = False
-        self._slots = slots  # the memory that the threads write
+        self._memory = memory
         self._outcomes = (Outcome * len(blocks))()
         self._over = True
 
@@ -292,36 +310,24 @@ class NativeFetch:
             self._wait()
 
     def wait(self) -> MoefluxError | None:
-        """Wait for all reads; return the error of the first that failed, if any did."""
+        """See :meth:`BlockFetch.wait`."""
         self._wait()
-        if self._pool.uploads is not None:
-            self._pool.uploads.finish()
         for (expert, _), outcome in zip(self.blocks, self._outcomes, strict=True):
             if outcome.error:
                 return error_of(self._pool, self._layer, expert, outcome)
         return None
 
     def abandon(self) -> None:
-        """Let no further read begin."""
+        """See :meth:`BlockFetch.abandon`."""
         if not self._over:
             self._pool.library.batch_abandon(self._pool.handle, self._batch)
-
-    def drain(self) -> None:
-        """Let no further read begin and wait until none is under way.
-
-        An interrupt meanwhile is raised only after that.
-        """
-        complete(self._drain)
 
     def _drain(self) -> None:
         self.abandon()
         self._wait()
-        if self._pool.uploads is not None:
-            self._pool.uploads.finish()
 
     def arrivals(self) -> list[Arrival]:
-        """Return the blocks that were read completely, in the order of `blocks`. Seconds of pieces
-        add up."""
+        """See :meth:`BlockFetch.arrivals`."""
         nbytes = self._place.nbytes
         return [
             Arrival(*block, nbytes, 1e-9 * outcome.nanoseconds)
@@ -330,7 +336,7 @@ class NativeFetch:
         ]
 
     def elapsed(self) -> float:
-        """See :meth:`BlockFetch.elapsed <mlx_moeflux.experts.io.read_pool.BlockFetch.elapsed>`."""
+        """See :meth:`BlockFetch.elapsed`."""
         return 1e-9 * max((outcome.elapsed for outcome in self._outcomes), default=0)
 
     def _wait(self) -> None:
@@ -339,23 +345,26 @@ class NativeFetch:
         while not self._over and pool.handle:
             if pool.library.batch_wait(pool.handle, self._batch, LOOK_AGAIN):
                 self._over = True
+        if pool.uploads is not None:
+            pool.uploads.finish()
 
 
-def error_of(pool: NativePool, layer: int, expert: int, outcome: Outcome) -> MoefluxError:
+def error_of(pool: NativeThreads, layer: int, expert: int, outcome: Outcome) -> MoefluxError:
     """Return the error of a block that was not read."""
-    reader = pool.reader
+    files = pool.open_files
     if outcome.error == REFUSED:
         assert pool.uploads is not None, "only a driver refuses"
         return pool.uploads.refusal(outcome.error)
     if outcome.error == CHANGED:
-        return reader.changed(outcome.file)
+        return files.changed(outcome.file)
     if outcome.error == WRONG:
-        return reader.wrong(layer, expert)
+        assert isinstance(files, FileReader), "only experts have checksums"
+        return files.wrong(layer, expert)
     run = Run(outcome.file, outcome.offset, outcome.wanted, ())
     if outcome.error == ENDS_EARLY:
-        return reader.ends_early(run, outcome.offset + outcome.done)
+        return files.ends_early(run, outcome.offset + outcome.done)
     cause = OSError(outcome.error, os.strerror(outcome.error))
-    return reader.failed(run, outcome.offset + outcome.done, cause)
+    return files.failed(run, outcome.offset + outcome.done, cause)
 
 
 def staging_bytes(reader: Reader, threads: int) -> int:

@@ -12,7 +12,7 @@ from time import perf_counter
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.io.decoding import Experts
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool, SlotMemory, complete
+from mlx_moeflux.experts.io.read_pool import Arrival, BlockFetch, BlockPool, SlotMemory
 from mlx_moeflux.experts.io.readers import Reader, fetched_bytes, make_reader, private_bytes
 from mlx_moeflux.experts.telemetry.stats import PlaceStats
 
@@ -190,9 +190,8 @@ class ReplicaPool:
             replica.pool.close()
 
 
-class ReplicaFetch:
-    """A batch of reads from several replicas. See
-    :class:`~mlx_moeflux.experts.io.read_pool.BlockFetch`.
+class ReplicaFetch(BlockFetch):
+    """Blocks that several replicas read.
 
     parts: Replicas, with the batch and the bytes that each reads, in the order of `blocks`.
     """
@@ -202,17 +201,13 @@ class ReplicaFetch:
         blocks: Sequence[tuple[int, int]],
         parts: Sequence[tuple[Replica, BlockFetch, int]],
     ):
-        self.blocks, self._parts = blocks, parts
-
-    @property
-    def in_caller(self) -> bool:
-        """True if the caller reads."""
-        return any(fetch.in_caller for _, fetch, _ in self._parts)
+        self.blocks, self._parts, self.in_caller = blocks, parts, False
 
     def start(self, *, urgent: bool = False) -> None:
         """See :meth:`BlockFetch.start`."""
         for replica, fetch, nbytes in self._parts:
             replica.start(fetch, nbytes, urgent=urgent)
+            self.in_caller |= fetch.in_caller
 
     def wait(self) -> BaseException | None:
         """See :meth:`BlockFetch.wait`; an error of one replica leaves the others' blocks."""
@@ -224,10 +219,6 @@ class ReplicaFetch:
         """See :meth:`BlockFetch.abandon`."""
         for _, fetch, _ in self._parts:
             fetch.abandon()
-
-    def drain(self) -> None:
-        """See :meth:`BlockFetch.drain`."""
-        complete(self._drain)
 
     def _drain(self) -> None:
         self.abandon()

@@ -5,8 +5,11 @@ Threads of the table read rows into ordinary memory. MLX is used in the calling 
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -21,10 +24,11 @@ from mlx_moeflux.checkpoint.formats.gguf_blocks import OfBlocks, block_values
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef, mlx_dtype
 from mlx_moeflux.checks import check_integer
-from mlx_moeflux.errors import CheckpointError, InputError, UnsupportedError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError, InputError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import Run
+from mlx_moeflux.experts.io.native_pool import BlockPlaces, NativeFetch, NativeThreads
 from mlx_moeflux.experts.io.open_files import OpenFiles
-from mlx_moeflux.experts.io.read_threads import Carried, ReadThreads
+from mlx_moeflux.experts.io.read_pool import Batch, ReadThreads
 from mlx_moeflux.experts.io.row_cache import ROW_MEMORY, RowCache, kept_rows, row_memory_bytes
 
 Shard = Mapping[str, TensorRef]
@@ -33,10 +37,12 @@ PARTS: tuple[str, ...] = ("weight", "scales", "biases")
 FLOATS = ("BF16", "F16", "F32")
 # A disk reads whole pages; one more of them takes less time than one more read.
 GAP_BYTES = 4096
-# A run of near rows goes through a buffer of its thread.
-MOST_RUN_BYTES = 1 << 20
-# A thread takes so many reads together; closing waits for no more of them.
+# A run of near rows goes through a buffer.
+MOST_RUN_BYTES = OpenFiles.least_piece
+# A thread of Python takes so many reads together.
 MOST_READS = 256
+# Native threads read calls of so few rows: their reads and near rows have memory until all end.
+MOST_NATIVE_ROWS = 1024
 
 
 @dataclass
@@ -101,7 +107,7 @@ class RowTable:
             are read as blocks, and their rows come in float32.
         spec: The quantisation, or None.
         memory_bytes: Of recent rows and their index. A call has buffers of its rows besides, and
-            each thread one of a run.
+            each thread, or a call of few rows, one of runs.
         name: What messages call the table, such as ``layer 3's n-gram table``.
         threads: Number of threads that read.
 
@@ -147,7 +153,13 @@ class RowTable:
         self._cache = RowCache(kept_rows(self.rows, self.row_bytes, memory_bytes), self.row_bytes)
         self._files = OpenFiles(list(files))
         self._files.advise_random()
-        self._threads = ReadThreads(threads)
+        self._threads, self._native = ReadThreads(threads), None
+        with suppress(OSError):
+            self._native = NativeThreads(self._files, threads)
+        # Reads whose rows are not kept yet.
+        self._under_way: list[_PythonReads | _NativeReads] = []
+        pools = [pool for pool in (self._threads, self._native) if pool is not None]
+        self._end = weakref.finalize(self, _give_up, pools, self._under_way, os.getpid())
 
     def take(self, ids: np.ndarray) -> mx.array:
         """Return the rows of `ids`; see :meth:`begin` and :meth:`PendingRows.rows`."""
@@ -163,23 +175,31 @@ class RowTable:
         distinct, inverse = np.unique(ids, return_inverse=True)
         distinct = self._checked(distinct)
         data = np.empty((len(distinct), self.row_bytes), np.uint8)
+        self._keep_ended()
         with self._lock:
             self._check_open()
             here = self._cache.take(distinct, data)
             hits = int(np.count_nonzero(here))
             self._stats.hits += hits
             self._stats.misses += len(here) - hits
-        pending = PendingRows(self, distinct, data, inverse.reshape(ids.shape))
+        reads = None
         if hits < len(here):
-            pending._plan(np.flatnonzero(~here))
+            runs = _Runs(self, distinct, np.flatnonzero(~here), data)
+            native = self._native if len(runs.ids) <= MOST_NATIVE_ROWS else None
+            if native is None:
+                reads = _PythonReads(self._threads, self._files, runs)
+            else:
+                reads = _NativeReads(native, runs)
             with self._lock:
                 # Threads that have ended would never read it.
                 self._check_open()
-                self._threads.submit(pending)
-        return pending
+                self._under_way.append(reads)
+                reads.start()
+        return PendingRows(self, data, inverse.reshape(ids.shape), reads)
 
     def stats(self) -> RowStats:
         """Return the account as it is now."""
+        self._keep_ended()
         with self._lock:
             return replace(self._stats)
 
@@ -187,12 +207,42 @@ class RowTable:
         """Give up the reads under way, whose rows then raise InputError, and close the files."""
         with self._lock:
             self._closed = True
-        self._threads.close()
+        self._end()
         self._files.close()
+
+    def _keep_ended(self) -> None:
+        """Keep the rows of reads that have ended and that no caller waits for."""
+        for reads in [reads for reads in self._under_way if reads.arrivals()]:
+            with suppress(ExpertFileError, InputError):
+                self._settle(reads)
+
+    def _settle(self, reads: _PythonReads | _NativeReads) -> None:
+        """Wait for reads, count them and keep their rows; raise the error of one that failed."""
+        start = perf_counter()
+        with reads.lock:
+            error = reads.wait()
+        runs, arrived = reads.runs, sum(each.nbytes for each in reads.arrivals())
+        with self._lock:
+            if reads in self._under_way:
+                self._stats.stall_seconds += perf_counter() - start
+                if arrived:
+                    reads.scatter()
+                    self._stats.reads += len(runs.sizes)
+                    self._stats.bytes_read += arrived
+                self._under_way.remove(reads)
+                if arrived:
+                    self._cache.put(runs.ids, runs.data[runs.missing])
+        if error is not None:
+            raise error
+        if not arrived:
+            raise self._is_closed()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InputError(f"{self.name} is closed; load the model again.")
+            raise self._is_closed()
+
+    def _is_closed(self) -> InputError:
+        return InputError(f"{self.name} is closed; load the model again.")
 
     def _checked(self, ids: np.ndarray) -> np.ndarray:
         """Return ascending ids as int64; raise InputError unless all are rows."""
@@ -204,23 +254,34 @@ class RowTable:
         return ids.astype(np.int64)
 
 
-class _Job(NamedTuple):
-    """Reads of one part. starts, stops: Of each, among the rows that are missing."""
-
-    part: _Part
-    starts: np.ndarray
-    stops: np.ndarray
+def _give_up(
+    pools: Sequence[ReadThreads | NativeThreads],
+    under_way: Sequence[_PythonReads | _NativeReads],
+    process: int,
+) -> None:
+    """End the threads of a table. A process that was forked from theirs has none to wait for."""
+    if os.getpid() != process:
+        return
+    for reads in under_way:
+        reads.abandon()
+    with ExitStack() as stack:
+        for reads in under_way:
+            stack.enter_context(reads.lock)
+        for pool in pools:
+            pool.close()
 
 
 class PendingRows:
     """Rows that threads are reading. They are read and kept even if the caller never takes them."""
 
-    def __init__(self, table: RowTable, distinct: np.ndarray, data: np.ndarray, places: np.ndarray):
-        self._table, self._distinct, self._data, self._places = table, distinct, data, places
-        self._jobs: list[_Job] = []
-        self._error: BaseException | None = None
-        # Locked until all reads have ended: an interrupt of who waits leaves it to the others.
-        self._under_way = threading.Lock()
+    def __init__(
+        self,
+        table: RowTable,
+        data: np.ndarray,
+        places: np.ndarray,
+        reads: _PythonReads | _NativeReads | None,
+    ):
+        self._table, self._data, self._places, self._reads = table, data, places, reads
 
     def rows(self) -> mx.array:
         """Wait for the rows and return them, ``[..., width]`` in the table's dtype.
@@ -229,15 +290,10 @@ class PendingRows:
             ExpertFileError: A file cannot be read, or is not what it was.
             InputError: The table was closed before all were read.
         """
-        table = self._table
-        if self._under_way.locked():
-            start = perf_counter()
-            with self._under_way:
-                pass
-            with table._lock:
-                table._stats.stall_seconds += perf_counter() - start
-        if self._error is not None:
-            raise self._error
+        table, reads = self._table, self._reads
+        if reads is not None:
+            table._settle(reads)
+            self._reads = None
         places, shape = self._places.reshape(-1), (*self._places.shape, table.width)
         if not places.size:
             return mx.zeros(shape, table.dtype)
@@ -255,90 +311,108 @@ class PendingRows:
             found = mx.dequantize(*arrays, group_size=spec.group_size, bits=spec.bits)
         return found.reshape(shape)
 
-    def _plan(self, missing: np.ndarray) -> None:
-        """Plan the reads of the rows at these places of the call's distinct ids, ascending."""
-        table, self._missing = self._table, missing
-        ids = self._distinct[missing]
-        self._shards = np.searchsorted(table._starts, ids, side="right") - 1
-        self._local = ids - table._starts[self._shards]
-        steps, same = np.diff(self._local), np.diff(self._shards) == 0
-        for part in table._parts:
+
+class _Runs:
+    """The rows of a call that are missing, as runs of near rows; each is one read.
+
+    ids: Those rows, ascending. data: Bytes of all rows of the call, ``[N, row_bytes]``. missing:
+    Places of `ids` among them.
+    Of each run: parts: Index of its part. starts, stops: Its rows among `ids`. files, offsets,
+    sizes. places: Of its first byte in `data`.
+    """
+
+    def __init__(
+        self, table: RowTable, distinct: np.ndarray, missing: np.ndarray, data: np.ndarray
+    ):
+        self.ids, self.data, self.missing = distinct[missing], data, missing
+        self._parts = table._parts
+        shards = np.searchsorted(table._starts, self.ids, side="right") - 1
+        self._local = local = self.ids - table._starts[shards]
+        steps, same = np.diff(local), np.diff(shards) == 0
+        runs = []
+        for i, part in enumerate(table._parts):
             nbytes = part.end - part.begin
             # Rows of one block of the file are read together, so that no run is longer than it.
-            block = self._local // max(1, MOST_RUN_BYTES // nbytes)
+            block = local // max(1, MOST_RUN_BYTES // nbytes)
             near = same & ((steps - 1) * nbytes <= GAP_BYTES) & (np.diff(block) == 0)
             cuts = np.flatnonzero(~near) + 1
-            starts, stops = np.append(0, cuts), np.append(cuts, len(ids))
-            size = min(-(-len(starts) // table._threads.count), MOST_READS)
-            self._jobs += [
-                _Job(part, starts[i : i + size], stops[i : i + size])
-                for i in range(0, len(starts), size)
-            ]
-        # Threads share this iterator: each job is taken once.
-        self._left, self._unfinished = iter(range(len(self._jobs))), len(self._jobs)
-        self._under_way.acquire()
+            starts, stops = np.append(0, cuts), np.append(cuts, len(local))
+            first, shard = local[starts], shards[starts]
+            sizes = (local[stops - 1] - first + 1) * nbytes
+            offsets = part.offsets[shard] + first * nbytes
+            places = missing[starts] * table.row_bytes + part.begin
+            parts, files = np.full_like(starts, i), part.files[shard]
+            runs.append((parts, starts, stops, files, offsets, sizes, places))
+        self.parts, self.starts, self.stops, self.files, self.offsets, self.sizes, self.places = (
+            np.concatenate(runs, axis=1)
+        )
 
-    def run(self, wake: Callable[[], None], threads: int) -> None:
-        """See :meth:`Batch.run`."""
-        for i in self._left:
-            if i + 1 < min(threads, len(self._jobs)):
-                wake()
-            with Carried() as carried:
-                self._read(self._jobs[i])
-            self._finish(carried.error)
+    def copy(self, i: int, run: np.ndarray) -> None:
+        """Copy the rows of run `i` to their places."""
+        part, rows = self._parts[self.parts[i]], slice(self.starts[i], self.stops[i])
+        found, local = run.reshape(-1, part.end - part.begin), self._local[rows]
+        self.data[self.missing[rows], part.begin : part.end] = found[local - local[0]]
 
-    def _finish(self, error: BaseException | None) -> None:
-        """Count a job; after the last one keep the rows and let the caller have them."""
-        table = self._table
-        with table._lock:
-            self._error = self._error or error
-            self._unfinished -= 1
-            if self._unfinished:
-                return
-        if self._error is None:
-            with Carried() as carried:
-                ids, rows = self._distinct[self._missing], self._data[self._missing]
-                with table._lock:
-                    table._cache.put(ids, rows)
-            self._error = carried.error
-        self._under_way.release()
 
-    def _read(self, job: _Job) -> None:
-        """Read the rows of a job into their places."""
-        table, part, starts = self._table, job.part, job.starts
-        firsts, lasts = self._local[starts], self._local[job.stops - 1]
-        shards, nbytes = self._shards[starts], part.end - part.begin
-        files = part.files[shards]
-        offsets = part.offsets[shards] + firsts * nbytes
-        sizes = (lasts - firsts + 1) * nbytes
-        places = self._missing[starts] * table.row_bytes + part.begin
-        columns = starts, job.stops, places, files, offsets, sizes
-        memory, count, total = self._data.reshape(-1).data, 0, 0
-        try:
-            for start, stop, place, file, offset, size in zip(
-                *(column.tolist() for column in columns), strict=True
-            ):
-                table._check_open()
-                run = Run(file, offset, size, ())
-                if stop - start == 1:
-                    table._files.fill(run, [memory[place : place + size]])
-                else:
-                    self._read_run(run, part, start, stop)
-                count, total = count + 1, total + size
-            for file in set(files.tolist()):
-                table._files.check(file)
-        finally:
-            with table._lock:
-                table._stats.reads += count
-                table._stats.bytes_read += total
+class _NativeReads(NativeFetch):
+    """Runs that native threads read: one block, of which each run is a component.
 
-    def _read_run(self, run: Run, part: _Part, start: int, stop: int) -> None:
-        """Read a run of near rows and copy those that are missing."""
-        buffer = np.empty(run.nbytes, np.uint8)
-        self._table._files.fill(run, [buffer.data])
-        found = buffer.reshape(-1, part.end - part.begin)
-        local = self._local[start:stop]
-        self._data[self._missing[start:stop], part.begin : part.end] = found[local - local[0]]
+    lock: Of the thread that waits.
+    """
+
+    def __init__(self, threads: NativeThreads, runs: _Runs):
+        self.runs, self.lock = runs, threading.Lock()
+        # Runs of several rows go to a buffer: their numbers, and where each ends there.
+        self._near = np.flatnonzero(runs.stops - runs.starts > 1)
+        self._ends = np.cumsum(runs.sizes[self._near])
+        self._buffer = np.empty(runs.sizes[self._near].sum(), np.uint8)
+        addresses = runs.places + runs.data.ctypes.data
+        addresses[self._near] = self._buffer.ctypes.data + self._ends - runs.sizes[self._near]
+        slots, files = np.stack([addresses, runs.sizes], axis=1), runs.files.astype(np.int32)
+        place = BlockPlaces(threads.files, slots, files, runs.offsets)
+        super().__init__(threads, place, [(0, 0)], self._buffer)
+
+    def scatter(self) -> None:
+        """Copy rows from the buffer to their places."""
+        begin = 0
+        for i, end in zip(self._near.tolist(), self._ends.tolist(), strict=True):
+            self.runs.copy(i, self._buffer[begin:end])
+            begin = end
+
+
+class _PythonReads(Batch):
+    """Runs that threads of Python read, each of them many together. See :class:`_NativeReads`."""
+
+    def __init__(self, threads: ReadThreads, files: OpenFiles, runs: _Runs):
+        self.runs, self.lock, self._files = runs, threading.Lock(), files
+        count = len(runs.sizes)
+        self._step = min(-(-count // threads.count), MOST_READS)
+        jobs = [0] * -(-count // self._step)
+        super().__init__(threads, [(0, 0)], jobs, int(runs.sizes.sum()))
+
+    def scatter(self) -> None:
+        """Do nothing: threads copy each run."""
+
+    def _read(self, i: int) -> int:
+        runs, first, total = self.runs, i * self._step, 0
+        of = slice(first, first + self._step)
+        memory, files = runs.data.reshape(-1).data, runs.files[of].tolist()
+        columns = runs.offsets, runs.sizes, runs.places, runs.stops - runs.starts
+        places = zip(files, *(column[of].tolist() for column in columns), strict=True)
+        for n, (file, offset, size, place, rows) in enumerate(places, first):
+            if self._abandoned:
+                break
+            run = Run(file, offset, size, ())
+            if rows == 1:
+                self._files.fill(run, [memory[place : place + size]])
+            else:
+                buffer = np.empty(size, np.uint8)
+                self._files.fill(run, [buffer.data])
+                runs.copy(n, buffer)
+            total += size
+        for file in set(files):
+            self._files.check(file)
+        return total
 
 
 def _blocks_of(shards: Sequence[Shard], name: str) -> BlockMode | None:

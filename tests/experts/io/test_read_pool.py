@@ -31,7 +31,8 @@ class Held:
 
 @pytest.fixture
 def threads():
-    found = ReadPool(Held(), 3, begin_seconds=60)
+    found = ReadPool(Held(), 3)
+    found.begin_seconds = 60
     yield found
     found.close()
 

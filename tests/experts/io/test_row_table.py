@@ -1,6 +1,7 @@
 """Oracle: the rows that were written, dequantised by MLX, and a simulated cache."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ from mlx_moeflux.experts.io.row_cache import (
     row_memory_bytes,
 )
 from mlx_moeflux.experts.io.row_table import RowTable
+from tests.experts.conftest import read_by
 from tests.experts.io.test_watched_files import CHANGES
 
 CODES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.uint32: "U32"}
@@ -44,6 +46,7 @@ FORMS = {
     "4 bits, f32": (mx.float32, QuantSpec(4, 128), 128),
 }
 NAME = "layer 3's n-gram table"
+BOTH_READ, IN_PYTHON = read_by("threads", "python threads"), read_by("python threads")
 
 
 class Stored:
@@ -128,6 +131,7 @@ class Simulated:
         return misses
 
 
+@BOTH_READ
 @pytest.mark.parametrize("kept", [0, 1, 40, sum(COUNTS)])
 def test_rows_are_those_of_the_files(stored, kept):
     random = np.random.default_rng(kept)
@@ -146,6 +150,7 @@ def test_rows_are_those_of_the_files(stored, kept):
     table.close()
 
 
+@BOTH_READ
 def test_chunks_give_what_the_whole_gives(small):
     random = np.random.default_rng(0)
     ids = random.integers(0, sum(COUNTS), (90, 16)).astype(np.int32)
@@ -215,6 +220,7 @@ def test_memory_of_a_table():
     assert row_memory_bytes(10, 100, 0) == row_memory_bytes(0, 100) == 0
 
 
+@IN_PYTHON
 def test_counts_are_of_what_was_really_read(small, monkeypatch):
     seen, preadv = [], os.preadv
 
@@ -236,6 +242,7 @@ def test_counts_are_of_what_was_really_read(small, monkeypatch):
     table.close()
 
 
+@BOTH_READ
 def test_near_rows_are_one_read_and_far_ones_are_not(tmp_path, monkeypatch):
     stored = Stored(tmp_path, mx.float16, None, 32)
     table = stored.open(memory_bytes=0)
@@ -256,6 +263,7 @@ def test_near_rows_are_one_read_and_far_ones_are_not(tmp_path, monkeypatch):
     table.close()
 
 
+@BOTH_READ
 def test_threads_get_exact_rows_and_counts_add_up(stored):
     table = stored.open(memory_bytes=50 * 1000, threads=3)
     asked, done = [], threading.Event()
@@ -282,6 +290,20 @@ def test_threads_get_exact_rows_and_counts_add_up(stored):
     table.close()
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_native_threads_read_calls_of_few_rows(small, monkeypatch):
+    seen, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: seen.append(args) or preadv(*args))
+    table, ids = small.open(memory_bytes=0), np.arange(0, 500, 50)
+    check(small, table, ids)
+    assert not seen
+    monkeypatch.setattr(row_table, "MOST_NATIVE_ROWS", len(ids) - 1)
+    check(small, table, ids)
+    assert len(seen) == table.stats().reads / 2
+    table.close()
+
+
+@BOTH_READ
 def test_rows_come_while_the_caller_does_other_things(small):
     table = small.open()
     pending = [table.begin(np.arange(start, start + 40)) for start in (0, 30, 500)]
@@ -292,6 +314,7 @@ def test_rows_come_while_the_caller_does_other_things(small):
     assert np.array_equal(as_bytes(pending[0].rows()), small.rows[:40])
 
 
+@BOTH_READ
 def test_rows_nobody_waits_for_are_kept(small):
     table = small.open()
     table.begin(np.arange(100))
@@ -305,6 +328,7 @@ def test_rows_nobody_waits_for_are_kept(small):
     table.close()
 
 
+@IN_PYTHON
 def test_closing_gives_up_what_is_under_way(small, monkeypatch):
     began, go, preadv = threading.Event(), threading.Event(), os.preadv
 
@@ -333,6 +357,7 @@ def test_closing_gives_up_what_is_under_way(small, monkeypatch):
     table.close()
 
 
+@BOTH_READ
 def test_no_memory_to_keep_rows_is_an_error_and_no_endless_wait(small, monkeypatch):
     def fail(*_):
         raise MemoryError
@@ -347,6 +372,7 @@ def test_no_memory_to_keep_rows_is_an_error_and_no_endless_wait(small, monkeypat
     table.close()
 
 
+@IN_PYTHON
 def test_an_interrupt_while_waiting_leaves_the_table_usable(small, monkeypatch):
     go, preadv = threading.Event(), os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: preadv(*args) if go.wait(10) else 0)
@@ -368,6 +394,37 @@ def test_an_interrupt_while_waiting_leaves_the_table_usable(small, monkeypatch):
     table.close()
 
 
+@BOTH_READ
+def test_interrupts_at_any_moment_leave_the_table_usable(small):
+    table, random = small.open(memory_bytes=60 * 300), np.random.default_rng(3)
+    armed = False
+
+    def handler(signum, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    previous, interrupted = signal.signal(signal.SIGALRM, handler), 0
+    try:
+        for _ in range(300):
+            ids = random.integers(0, table.rows, 40)
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 8e-4 * random.random())
+                table.take(ids)
+                armed = False
+            except KeyboardInterrupt:
+                interrupted += 1
+            check(small, table, ids)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > 20
+    table.close()
+
+
+@BOTH_READ
 def test_a_table_that_is_dropped_ends_its_threads_and_closes_its_files(small):
     before, fds = set(threading.enumerate()), len(os.listdir("/dev/fd"))
     table = small.open(threads=3)
@@ -381,6 +438,7 @@ def test_a_table_that_is_dropped_ends_its_threads_and_closes_its_files(small):
     assert len(os.listdir("/dev/fd")) == fds
 
 
+@BOTH_READ
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_file_is_one_line(small, monkeypatch, change):
     table = small.open(memory_bytes=0)
@@ -396,6 +454,7 @@ def test_a_changed_file_is_one_line(small, monkeypatch, change):
     table.close()
 
 
+@BOTH_READ
 def test_a_file_that_ends_early_is_one_line(small):
     os.truncate(small.files[0], small.files[0].stat().st_size - 1)
     table = small.open()
@@ -407,6 +466,7 @@ def test_a_file_that_ends_early_is_one_line(small):
     table.close()
 
 
+@BOTH_READ
 def test_a_file_cut_while_open_is_one_line_and_nothing_of_it_is_kept(small):
     table = small.open()
     os.truncate(small.files[0], small.files[0].stat().st_size - 1)
@@ -419,6 +479,7 @@ def test_a_file_cut_while_open_is_one_line_and_nothing_of_it_is_kept(small):
     table.close()
 
 
+@IN_PYTHON
 def test_a_failing_disk_is_one_line(small, monkeypatch):
     table, preadv = small.open(), os.preadv
 
@@ -476,6 +537,7 @@ def test_shards_that_do_not_fit_are_one_line(small, index, part, fields):
         small.open()
 
 
+@BOTH_READ
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_1"])
 def test_rows_in_blocks_of_gguf(tmp_path, kind):
     """Oracle: the `gguf` package. Rows are kept as blocks."""
