@@ -175,7 +175,8 @@ class RowTable:
         distinct, inverse = np.unique(ids, return_inverse=True)
         distinct = self._checked(distinct)
         data = np.empty((len(distinct), self.row_bytes), np.uint8)
-        self._keep_ended()
+        if self._under_way:
+            self._keep_ended()
         with self._lock:
             self._check_open()
             here = self._cache.take(distinct, data)
