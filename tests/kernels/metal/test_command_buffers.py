@@ -44,7 +44,7 @@ LAUNCHES = {
     "qwen3-next-80b-a3b": 414,
     "gpt-oss-120b": 884,
     "glm-4.5-air": 842,
-    "qwen3.8-flash-next": 1119,
+    "qwen3.8-flash-next": 1127,
 }
 # Buffers beyond those that launches alone make: MLX's lookup of a token counts the whole table of
 # embeddings.
