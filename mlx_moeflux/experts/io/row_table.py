@@ -364,12 +364,12 @@ class _NativeReads(NativeFetch):
     def __init__(self, threads: NativeThreads, runs: _Runs):
         self.runs, self.lock = runs, threading.Lock()
         # Runs of several rows go to a buffer: their numbers, and where each ends there.
-        self._near = np.flatnonzero(runs.stops - runs.starts > 1)
-        self._ends = np.cumsum(runs.sizes[self._near])
-        self._buffer = np.empty(runs.sizes[self._near].sum(), np.uint8)
+        self._near = near = np.flatnonzero(runs.stops - runs.starts > 1)
+        sizes = runs.sizes[near]
+        self._ends, self._buffer = sizes.cumsum(), np.empty(sizes.sum(), np.uint8)
         addresses = runs.places + runs.data.ctypes.data
-        addresses[self._near] = self._buffer.ctypes.data + self._ends - runs.sizes[self._near]
-        slots, files = np.stack([addresses, runs.sizes], axis=1), runs.files.astype(np.int32)
+        addresses[near] = self._buffer.ctypes.data + self._ends - sizes
+        slots, files = np.array([addresses, runs.sizes]).T, runs.files.astype(np.int32)
         place = BlockPlaces(threads.files, slots, files, runs.offsets)
         super().__init__(threads, place, [(0, 0)], self._buffer)
 
