@@ -74,7 +74,7 @@ def test_a_group_of_one_process(memory, traced, directory_of, monkeypatch):
         with load_model(path, distributed=group, expert_memory=memory) as model:
             model.compile_steps = traced
             assert np.array_equal(logits_of(model, batch), expected(path, batch, traced))
-            step = vars(model)["_step" if memory == "100%" else "_segments"]
+            step = model.steps.whole if memory == "100%" else model.steps.segments
             assert bool(step.traces) == bool(traced)
             tokens = {one.tokens for one in model.store.stats().layers.values()}
             assert tokens == {batch * (PROMPT + STEPS)}

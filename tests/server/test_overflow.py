@@ -60,7 +60,7 @@ def small(request, tiny):
     room = 300
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "context":
-            patch.setattr(model, "max_context", room)
+            patch.setattr(model.states, "max_context", room)
             options = EngineOptions()
         else:
             options = EngineOptions(state_bytes=model.state_bytes(room))

@@ -64,7 +64,7 @@ def test_a_limit_is_the_requests_own_or_the_servers(tiny, path, default):
 @pytest.mark.parametrize(("path", "limit"), list(zip(PATHS, [{}, -1, 10**9, -1], strict=True)))
 def test_a_reply_may_take_what_the_context_leaves(deaf, monkeypatch, path, limit):
     context = len(deaf[1].encode(TEXT)) + 11
-    monkeypatch.setattr(deaf[0], "max_context", context)
+    monkeypatch.setattr(deaf[0].states, "max_context", context)
     with served(*deaf, defaults=Defaults()) as server:
         (body, *_) = asked(path, limit)
         status, reply = server.ask(path, body)
