@@ -17,8 +17,8 @@ from mlx_moeflux.state_arrays import NGRAMS
 class Reading(Protocol):
     """Rows that are being read."""
 
-    def rows(self) -> mx.array:
-        """Wait for them and return ``[B, T, heads, width]``."""
+    def rows(self, columns: slice) -> mx.array:
+        """Wait for them and return those of some of the T columns, ``[B, n, heads, width]``."""
         ...
 
 
@@ -75,7 +75,7 @@ class NgramCache(RecurrentCache):
         if self.lengths is not None:
             ends = first + np.clip(np.array(self.lengths), 0, T)
         last = np.take_along_axis(history, ends[:, None] + np.arange(context), axis=1)
-        return reading.rows()[:, first : first + T], mx.array(last)
+        return reading.rows(slice(first, first + T)), mx.array(last)
 
     def begin_step(self, count: int = 1) -> tuple[mx.array, ...]:
         """Return the arrays that a step of `count` columns reads and changes, and the tokens'

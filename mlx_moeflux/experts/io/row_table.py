@@ -284,8 +284,9 @@ class PendingRows:
     ):
         self._table, self._data, self._places, self._reads = table, data, places, reads
 
-    def rows(self) -> mx.array:
-        """Wait for the rows and return them, ``[..., width]`` in the table's dtype.
+    def rows(self, columns: slice | None = None) -> mx.array:
+        """Wait for the rows and return them, ``[..., width]`` in the table's dtype. columns: Which
+        of the second axis of the ids; None: all.
 
         Raises:
             ExpertFileError: A file cannot be read, or is not what it was.
@@ -295,12 +296,13 @@ class PendingRows:
         if reads is not None:
             table._settle(reads)
             self._reads = None
-        places, shape = self._places.reshape(-1), (*self._places.shape, table.width)
+        places = self._places if columns is None else self._places[:, columns]
+        shape, places = (*places.shape, table.width), places.reshape(-1)
         if not places.size:
             return mx.zeros(shape, table.dtype)
         if table.blocks is not None:
-            values = block_values(table.blocks, self._data.reshape(-1, table.blocks.nbytes))
-            return mx.array(values.reshape(-1, table.width)[places]).reshape(shape)
+            blocks = self._data[places].reshape(-1, table.blocks.nbytes)
+            return mx.array(block_values(table.blocks, blocks)).reshape(shape)
         arrays = []
         for part in table._parts:
             raw = self._data[places, part.begin : part.end].view(part.bits)

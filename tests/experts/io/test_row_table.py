@@ -314,6 +314,16 @@ def test_rows_come_while_the_caller_does_other_things(small):
     assert np.array_equal(as_bytes(pending[0].rows()), small.rows[:40])
 
 
+@pytest.mark.parametrize("columns", [slice(0, 3), slice(4, 9), slice(7, 7), slice(0, 9)])
+def test_some_columns_are_those_of_all(small, columns):
+    table = small.open()
+    pending = table.begin(np.random.default_rng(5).integers(0, table.rows, (2, 9, 4)))
+    some, every = pending.rows(columns), pending.rows()
+    assert some.shape == (2, columns.stop - columns.start, 4, table.width)
+    assert np.array_equal(as_bytes(some), as_bytes(every[:, columns]))
+    table.close()
+
+
 @BOTH_READ
 def test_rows_nobody_waits_for_are_kept(small):
     table = small.open()
