@@ -183,8 +183,10 @@ class Streaming(Protocol):
         """Change a layer's number of slots."""
         ...
 
-    def resize_all(self, slots: Mapping[int, int]) -> None:
-        """Give every layer its number of slots."""
+    def resize_all(self, slots: Mapping[int, int], *, tight: bool = False) -> None:
+        """Give every layer its number of slots. Memory exceeds the larger of before and after by at
+        most one layer's bank. tight: By nothing; one bank is freed before the others are copied,
+        and read again after them."""
         ...
 
 

@@ -76,13 +76,13 @@ class BudgetTrial:
         held = {layer: store.residents(layer) for layer in wanted.slots}
         self._turning = True
         try:
-            store.resize_all(wanted.slots)
+            store.resize_all(wanted.slots, tight=True)
         except (RuntimeError, MemoryError) as error:
             if not lacks_memory(error):
                 raise
             present = timed.larger if wanted is timed.smaller else timed.smaller
             timed.end(f"no memory was left for {format_bytes(wanted.nbytes)}", present)
-            store.resize_all(present.slots)
+            store.resize_all(present.slots, tight=True)
         finally:
             self._turning = False
         # A block that cannot be read is left to the call that needs it.

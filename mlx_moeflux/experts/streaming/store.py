@@ -517,14 +517,13 @@ class StreamedStore(ExpertStore):
             # A bank that is released stays so.
             self._recovered(layer).resize(self._checked(layer, slots))
 
-    def resize_all(self, slots: Mapping[int, int]) -> None:
-        """Give every layer its number of slots. Memory exceeds neither what it was nor what it
-        becomes: one bank is freed before the others are copied, and read again after them. That
+    def resize_all(self, slots: Mapping[int, int], *, tight: bool = False) -> None:
+        """See :meth:`~mlx_moeflux.experts.store.Streaming.resize_all`. Reading the freed bank again
         counts as reads, not as misses; a block that cannot be read is left to the call that needs
         it."""
         with self.exclusive(calls=False):
             self._trial.end()
-            before, blocks, rests = self.slots, self.block_bytes, self._released
+            before, blocks, frees = self.slots, self.block_bytes, tight and not self._released
             after = {layer: self._checked(layer, slots) for layer in before}
             changes = {layer: n - before[layer] for layer, n in after.items() if n != before[layer]}
             if not changes:
@@ -537,7 +536,7 @@ class StreamedStore(ExpertStore):
                 # An output of another thread keeps its arrays.
                 if not state.read_elsewhere():
                     state.fence()
-            if not rests:
+            if frees:
                 # Until the end an interrupt leaves the freed bank to the next call.
                 self._released = True
                 self._layers[freed].release()
@@ -546,7 +545,7 @@ class StreamedStore(ExpertStore):
                 mx.clear_cache()
                 self._layers[layer].resize(after[layer])
             mx.clear_cache()
-            if not rests:
+            if frees:
                 with suppress(ExpertFileError):
                     self.restore()
 

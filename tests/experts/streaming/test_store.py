@@ -389,7 +389,7 @@ def test_memory_of_all_banks_exceeds_neither_before_nor_after(
     store.preload()
     held, before = {layer: set(store.residents(layer)) for layer in LAYERS}, store.bank_bytes
     monkeypatch.setattr(LayerBank, "_allocate", watched)
-    store.resize_all(after)
+    store.resize_all(after, tight=True)
     assert store.slots == after
     assert len(found) == len(LAYERS)
     assert max(found) <= max(before, store.bank_bytes)
