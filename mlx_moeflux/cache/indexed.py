@@ -25,13 +25,13 @@ class BlockMaker(Protocol):
     ratio: int
 
     def plain_until(self, first: int) -> int:
-        """Return the column from which on tokens may see less than everything, for sequences that
-        begin at column `first` or later."""
+        """Return the first column whose token may see less than all tokens before it, for sequences
+        that begin at column `first` or later."""
         ...
 
     def pooled(self, keys: mx.array, first: Any) -> mx.array:
-        """Return the keys of blocks, the first of which has the number `first`, an int or int32
-        ``[B]``, of index keys ``[B, 1, n ratio, Di]``."""
+        """Return the keys of the blocks that index keys ``[B, 1, n ratio, Di]`` make. first: Number
+        of the first block, an int or int32 ``[B]``."""
         ...
 
 

@@ -26,7 +26,7 @@ from mlx_moeflux.errors import CacheError, UnsupportedError
 from mlx_moeflux.kernels.runtime.views import short
 from mlx_moeflux.state_arrays import ATTENTION, ROW_AXIS, WORD, group_words, quantized_kind
 
-# Divides the rows by which buffers grow; a multiple of the keys that kernels take in one pass.
+# Buffers grow by multiples of it. It is a multiple of the keys that kernels take in one pass.
 TAIL_ROWS = 64
 
 
@@ -43,7 +43,7 @@ class Tail(NamedTuple):
 
 
 def tail_start(columns: int) -> int:
-    """Return the first row of the tail to which row `columns` is appended."""
+    """Return the first row of the tail that takes row `columns`."""
     return columns // TAIL_ROWS * TAIL_ROWS
 
 

@@ -41,7 +41,7 @@ class ChosenPositions:
 
 
 class Step(NamedTuple):
-    """What the entries of a traced step share.
+    """Counts, padding and chosen positions that the entries of a traced step share.
 
     counts: Columns before the step and after each of its rows, int32 ``[1]`` each. padding: Of each
     sequence, on the left, int32 ``[B]``; None if there is none.
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 class TracedEntry(Protocol):
-    """What a step asks of a traced form, which also has the methods that layers call."""
+    """Traced form of an entry: a step reads these members, layers call the entry's methods."""
 
     appends_together: bool
     """True if one call of ``append`` takes all rows of the step."""

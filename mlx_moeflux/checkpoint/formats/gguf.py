@@ -2,9 +2,9 @@
 
 Experts keep the file's blocks, so that they stream as its byte ranges, or all become MLX's forms.
 Matrices of the trunk become those, or floats (:mod:`mlx_moeflux.checkpoint.formats.gguf_blocks`),
-unless the caller reads blocks there too.
-What names and metadata mean, and what the converter did to values, says the family's record in
-:mod:`mlx_moeflux.checkpoint.formats.gguf_architectures`.
+unless the caller reads blocks there too. The family's record in
+:mod:`mlx_moeflux.checkpoint.formats.gguf_architectures` says what names and metadata mean, and what
+the converter did to values.
 """
 
 from __future__ import annotations
