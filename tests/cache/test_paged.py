@@ -104,7 +104,7 @@ def test_traced_steps_through_the_table_are_contiguous_bit_for_bit(on_device):
         Batch(on_device, kv_pool_bytes=60 * block_bytes(on_device)),
     )
     lengths = {0: {"a": 5, "b": 40}, 20: {"c": 230}, 60: {"d": 1}, 61: {"e": 70}}
-    gone, before = {25: "b", 50: "a", 70: "c"}, on_device._step.traces
+    gone, before = {25: "b", 50: "a", 70: "c"}, on_device.steps.whole.traces
     for step in range(80):
         for name, length in lengths.get(step, {}).items():
             for batch in (contiguous, paged):
@@ -118,7 +118,7 @@ def test_traced_steps_through_the_table_are_contiguous_bit_for_bit(on_device):
         tokens = mx.array([step % VOCABULARY] * len(paged))
         logits = [batch.step(tokens) for batch in (contiguous, paged)]
         assert same_bits(*logits)
-    assert on_device._step.traces >= before + 6
+    assert on_device.steps.whole.traces >= before + 6
     on_device.compile_steps = False
     assert np.abs(np.array(paged.step(tokens) - contiguous.step(tokens))).max() == 0
     pool = paged.pool
